@@ -1,0 +1,342 @@
+"""The strategies: FSDP2 and a single device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from typing_extensions import override
+
+from lightning_bwdopt import checks, sharding
+from lightning_bwdopt.clipping import NonFinite
+from lightning_bwdopt.mode import GradientClipping, Granularity, InBackwardStrategy, remember_names
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import _StrategyRegistry
+    from lightning.pytorch import Trainer
+
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
+
+
+class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
+    """Trains with FSDP2 and the optimizer inside the backward pass: ``Trainer(strategy="fsdp_optim_in_bwd")``.
+
+    An unmodified LightningModule is sharded block by block. Each block's parameters are stepped, and their gradients
+    dropped, as soon as they are reduced; results are those of ``enabled=False``, the ordinary FSDP2 run.
+
+    Args:
+        enabled: The mode. ``False`` is ordinary FSDP2 with the same sharding, to compare with.
+        auto_wrap_policy: Which modules are sharded by themselves: a set of classes, or a callable that is given a
+            module. ``None``: the repeated blocks, found. Ignored where ``configure_model`` applied ``fully_shard``.
+        activation_checkpointing_policy: Classes of modules whose activations are recomputed in backward.
+        sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (parameters stay gathered between forward and
+            backward) or ``"HYBRID_SHARD"`` (sharded inside groups of ranks, replicated across them).
+        device_mesh: ``(replicate, shard)`` sizes for ``"HYBRID_SHARD"``.
+        cpu_offload: Keep parameters, gradients and optimizer state on the host, and step there.
+        mp_policy: A ``torch.distributed.fsdp.MixedPrecisionPolicy``, or a dict of its fields with dtypes by name.
+            ``None`` follows ``Trainer(precision=…)``.
+        state_dict_type: ``"full"``: checkpoints are one file, written by rank 0; ``"sharded"``: a folder, written by
+            all ranks.
+        data_parallel_size: Ranks that share the data; ``"auto"``: all that are not tensor-parallel.
+        tensor_parallel_size: Ranks that share a layer, for ``parallelize_module`` in ``configure_model``.
+        granularity: ``"unit"``: one step per FSDP unit; ``"parameter"``: one per parameter. Equal results.
+        gradient_clipping: What to do about ``Trainer(gradient_clip_val=…)``: ``"disable"`` it with a warning,
+            ``"error"``, or clip ``"exact"``ly, for which clipping by norm runs backward twice.
+        on_nonfinite: On a loss that is NaN or infinite on any rank: ``"ignore"``, ``"error"``, or ``"skip"`` the step.
+        self_check: Probe an optimizer class that is not known, and refuse it where its result would change.
+        process_group_backend: As in Lightning's ``ModelParallelStrategy``.
+        timeout: As in Lightning's ``ModelParallelStrategy``.
+        **unsupported: Nothing; names that ``FSDPStrategy`` takes are answered with their replacement.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: an option out of its choices.
+
+    Example::
+
+        trainer = Trainer(strategy=FSDPOptimInBwdStrategy(state_dict_type="sharded"), devices=2)
+    """
+
+    strategy_name = "fsdp_optim_in_bwd"
+
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        auto_wrap_policy: Collection[type[nn.Module]] | Callable[..., bool] | None = None,
+        activation_checkpointing_policy: Collection[type[nn.Module]] | None = None,
+        sharding_strategy: ShardingStrategy = "FULL_SHARD",
+        device_mesh: tuple[int, int] | None = None,
+        cpu_offload: bool = False,
+        mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: int = 1,
+        granularity: Granularity = "unit",
+        gradient_clipping: GradientClipping = "disable",
+        on_nonfinite: NonFinite = "ignore",
+        self_check: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **unsupported: Any,
+    ) -> None:
+        if unsupported:
+            checks.unknown_arguments(unsupported, list(inspect.signature(type(self)).parameters)[:-1])
+        if sharding_strategy == "NO_SHARD":
+            checks.no_shard()
+        checks.choice("sharding_strategy", sharding_strategy, ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"))
+        checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        checks.hybrid_mesh(sharding_strategy, device_mesh)
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=state_dict_type == "sharded",
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._init_mode(enabled, granularity, gradient_clipping, on_nonfinite, self_check)
+        self.auto_wrap_policy = auto_wrap_policy
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.sharding_strategy = sharding_strategy
+        self.cpu_offload = cpu_offload
+        self.mp_policy = MixedPrecisionPolicy(**_dtypes(mp_policy)) if isinstance(mp_policy, dict) else mp_policy
+        self._hybrid_sizes = device_mesh
+
+    # Processes and mesh ---------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        if self._data_parallel_size == "auto":
+            assert isinstance(self._tensor_parallel_size, int)
+            self._data_parallel_size = self.num_nodes * self.num_processes // self._tensor_parallel_size
+        super().setup_environment()
+
+    def _sharding_mesh(self) -> DeviceMesh:
+        if self.sharding_strategy != "HYBRID_SHARD":
+            return self.device_mesh["data_parallel"]
+        sizes = self._hybrid_sizes or (self.num_nodes, self.num_processes)
+        checks.hybrid_mesh(self.sharding_strategy, sizes, self.world_size)
+        return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replicate", "shard"))
+
+    # Setting up -----------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        # Lightning's own `setup`, except that the model need not be sharded by `configure_model`.
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        checks.wrapped_module(module)
+        checks.double_precision(self.precision_plugin)
+        checks.sync_batchnorm(self._layer_sync)
+        checks.weight_averaging_callbacks(trainer)
+        if self.enabled:
+            checks.grad_scaler(self.precision_plugin)
+
+        names = remember_names(module)
+        self.model = self.precision_plugin.convert_module(self.model)
+        if not sharding.is_sharded(module):
+            self._shard()
+        _materialize_distributed_module(module, self.root_device)
+        checks.parameters_on_meta(module)
+        self.model_to_device()
+        self.barrier()
+
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._names_before_sharding = names
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        if not self.cpu_offload:
+            self.model.to(self.root_device)
+            return
+        for buffer in self.model.buffers():  # `fully_shard` keeps the parameters on the host
+            buffer.data = buffer.data.to(self.root_device)
+
+    def _shard(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self.activation_checkpointing_policy:
+            sharding.checkpoint_activations(module, self.activation_checkpointing_policy)
+        options: dict[str, Any] = {
+            "mesh": self._sharding_mesh(),
+            "reshard_after_forward": self.sharding_strategy != "SHARD_GRAD_OP",
+            "mp_policy": self._mixed_precision(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
+            if self.cpu_offload
+            else OffloadPolicy(),
+        }
+        if self._is_user_manual():
+            # Its backward runs inside `training_step`; a root around it would not have reduced its gradients yet.
+            checks.directly_owned_parameters(module)
+            for child in sharding.called_children(module):
+                sharding.shard(child, sharding.find_blocks(child), root_reshards=True, **options)
+        else:
+            sharding.shard(module, sharding.find_blocks(module, self.auto_wrap_policy), **options)
+        if self.sharding_strategy == "HYBRID_SHARD" and self.enabled:
+            rank_zero_warn(
+                "`sharding_strategy='HYBRID_SHARD'`: FSDP2 keeps every unit's all-reduce buffer until backward ends, so"
+                " stepping in backward gives the ordinary result and saves no memory."
+            )
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        if self.mp_policy is not None:
+            return self.mp_policy
+        if self.precision_plugin.precision == "bf16-mixed":
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    # Steps go through the sharded root's forward, so that its own parameters are gathered ----------------------------
+
+    def _through_root(self, context: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        with context:
+            if isinstance(self.model, sharding.FSDPModule):
+                return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+            return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_root(self.precision_plugin.train_step_context(), "training_step", *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_root(self.precision_plugin.val_step_context(), "validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_root(self.precision_plugin.test_step_context(), "test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_root(self.precision_plugin.predict_step_context(), "predict_step", *args, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        _register(strategy_registry, cls.strategy_name, cls, "FSDP2 with the optimizer in backward")
+        _register(
+            strategy_registry,
+            f"{cls.strategy_name}_offload",
+            cls,
+            "FSDP2 with the optimizer in backward, parameters and optimizer state on the host",
+            cpu_offload=True,
+        )
+
+
+class SingleDeviceOptimInBwdStrategy(InBackwardStrategy, SingleDeviceStrategy):
+    """Trains on one device with the optimizer inside the backward pass.
+
+    ``Trainer(strategy="single_device_optim_in_bwd")``. Results are those of Lightning's own single-device strategy.
+
+    Args:
+        device: The device, such as ``"cuda:1"``; ``None``: the one that the accelerator chose.
+        enabled: The mode. ``False`` is the ordinary run.
+        granularity: ``"unit"``: one step per repeated block of the model; ``"parameter"``: one per parameter.
+        gradient_clipping: What to do about ``Trainer(gradient_clip_val=…)``: ``"disable"`` it with a warning,
+            ``"error"``, or clip ``"exact"``ly, for which clipping by norm runs backward twice.
+        on_nonfinite: On a loss that is NaN or infinite: ``"ignore"``, ``"error"``, or ``"skip"`` the step.
+        self_check: Probe an optimizer class that is not known, and refuse it where its result would change.
+
+    Raises:
+        ValueError: an option out of its choices.
+
+    Example::
+
+        trainer = Trainer(strategy="single_device_optim_in_bwd", devices=1)
+    """
+
+    strategy_name = "single_device_optim_in_bwd"
+
+    def __init__(
+        self,
+        device: str | int | torch.device | None = None,
+        *,
+        enabled: bool = True,
+        granularity: Granularity = "unit",
+        gradient_clipping: GradientClipping = "disable",
+        on_nonfinite: NonFinite = "ignore",
+        self_check: bool = True,
+    ) -> None:
+        super().__init__(device="cpu" if device is None else device)
+        self._device_given = device is not None
+        self._init_mode(enabled, granularity, gradient_clipping, on_nonfinite, self_check)
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Empty until the Trainer's accelerator connector assigns the devices that it chose."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if not devices:
+            return
+        checks.one_device(devices)
+        if not self._device_given:
+            self._root_device = devices[0]
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        checks.wrapped_module(self.lightning_module)
+        if self.enabled:
+            checks.grad_scaler(self.precision_plugin)
+        self._blocks = sharding.find_blocks(self.lightning_module)
+        super().setup(trainer)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        _register(strategy_registry, cls.strategy_name, cls, "One device with the optimizer in backward")
+
+
+def _register(registry: _StrategyRegistry, name: str, strategy: type, description: str, **arguments: Any) -> None:
+    if name not in registry:  # a second import under another name must not fail
+        registry.register(name, strategy, description=description, **arguments)
+
+
+def register_strategies() -> None:
+    """Makes the names known to ``Trainer(strategy=…)``; importing the package does it."""
+    FSDPOptimInBwdStrategy.register_strategies(StrategyRegistry)
+    SingleDeviceOptimInBwdStrategy.register_strategies(StrategyRegistry)
+
+
+def _dtypes(fields: dict[str, Any]) -> dict[str, Any]:
+    """A dict from YAML, whose dtypes are names such as ``bfloat16`` or ``torch.bfloat16``."""
+    parsed = dict(fields)
+    for key, value in fields.items():
+        if key.endswith("dtype") and isinstance(value, str):
+            dtype = getattr(torch, value.removeprefix("torch."), None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"`mp_policy` has `{key}: {value}`, which is no torch dtype. Write `bfloat16`, say.")
+            parsed[key] = dtype
+    known = MixedPrecisionPolicy.__dataclass_fields__
+    for key in parsed:
+        if key not in known:
+            raise ValueError(f"`mp_policy` has no field `{key}`. It has {', '.join(known)}.")
+    return parsed

@@ -1,0 +1,190 @@
+"""Step views: optimizers of the user's class that step a few of the real optimizer's parameters, on its state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+_MISSING = object()
+# Entries of a view's group that may differ from the real group's without being a counter to write back.
+_OWN_ENTRIES = frozenset({"params", "foreach"})
+
+# Classes whose step is element by element, so that stepping a rank's shards as plain tensors gives the same bits as
+# stepping the DTensors, without their dispatch. Only these exact classes: a subclass may look at whole tensors.
+ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+class StepView:
+    """Steps some parameters of an optimizer as that optimizer would, without touching the others.
+
+    The view holds no state and no hyperparameter of its own: both are read from the real optimizer at each step, since
+    schedulers and ``load_state_dict`` change or replace them.
+
+    Args:
+        optimizer: The real optimizer.
+        params: The parameters to step; tensors that the optimizer does not hold are ignored.
+        written: Filled with ``(group index, key) -> value`` for group entries that a step changes, such as the counter
+            of a schedule-free optimizer. The caller writes them back once per step, so that all views of one step
+            read the same values.
+        used: Filled with ``group index -> group`` as the last step read it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[Tensor],
+        written: dict[tuple[int, str], Any],
+        used: dict[int, dict[str, Any]],
+    ) -> None:
+        self._real = optimizer
+        self._written = written
+        self._used = used
+        wanted = {id(p) for p in params}
+        self._members: list[tuple[int, list[Tensor]]] = []  # (index of the real group, its parameters here)
+        for index, group in enumerate(optimizer.param_groups):
+            if members := [p for p in group["params"] if id(p) in wanted]:
+                self._members.append((index, members))
+        self._on_shards = type(optimizer) in ELEMENTWISE_OPTIMIZERS and any(isinstance(p, DTensor) for p in params)
+        self._view = same_class(optimizer, [{"params": members} for _, members in self._members])
+
+    def step(self) -> None:
+        """Steps every parameter of the view that has a gradient. The gradients stay."""
+        self._read_groups()
+        if self._on_shards:
+            self._step_shards()
+        else:
+            self._view.state = self._real.state
+            self._view.step()
+        self._collect_written()
+
+    def _read_groups(self) -> None:
+        groups = self._real.param_groups
+        for mine, (index, _) in zip(self._view.param_groups, self._members):
+            for key, value in groups[index].items():
+                if mine.get(key, _MISSING) is not value and key != "params":
+                    mine[key] = value
+            if self._on_shards and mine.get("foreach", True) is None and not mine.get("fused"):
+                # torch.optim.optimizer._default_to_fused_or_foreach never picks foreach for DTensors. For the plain
+                # shards it would, on an accelerator, and round differently from the ordinary run.
+                mine["foreach"] = False
+            rate = mine.get("lr")
+            self._used[index] = {**mine, "lr": rate.detach().clone()} if isinstance(rate, Tensor) else mine
+
+    def _collect_written(self) -> None:
+        groups = self._real.param_groups
+        for mine, (index, _) in zip(self._view.param_groups, self._members):
+            real = groups[index]
+            for key, value in mine.items():
+                if real.get(key, _MISSING) is not value and key not in _OWN_ENTRIES:
+                    self._written[index, key] = value
+
+    def _step_shards(self) -> None:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for mine, (_, members) in zip(self._view.param_groups, self._members):
+            # Fetched anew: loading or moving a module replaces a parameter's local tensor.
+            mine["params"] = [local_tensor(p) for p in members]
+            pairs += zip(mine["params"], members)
+        self._view.state = _ShardState(self._real.state, pairs)  # type: ignore[assignment]
+        for local, param in pairs:
+            if local is not param:
+                local.grad = None if param.grad is None else local_tensor(param.grad)
+        try:
+            self._view.step()
+        finally:
+            for local, param in pairs:
+                if local is not param:
+                    local.grad = None
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, sharing its storage; any other tensor as it is."""
+    # `DTensor.to_local` makes an autograd view; the optimizer needs the very tensor that FSDP gathers from.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def same_class(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the same class and attributes with other groups, made without running its constructor."""
+    view: Optimizer = object.__new__(type(optimizer))
+    vars(view).update(vars(optimizer))
+    vars(view).pop("step", None)  # schedulers and `OptimizerInBackward` put theirs on the real instance
+    # The user's hooks run once a step, with the real optimizer, not once a view.
+    view._optimizer_step_pre_hooks = OrderedDict()
+    view._optimizer_step_post_hooks = OrderedDict()
+    view.param_groups = param_groups
+    return view
+
+
+class _ShardState(Mapping[Tensor, "_ParameterState"]):
+    """The real optimizer's state, looked up by a rank's shards instead of by the DTensors."""
+
+    def __init__(self, state: MutableMapping[Tensor, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._state = state
+        self._params = dict(pairs)
+
+    def __getitem__(self, local: Tensor) -> Any:
+        param = self._params[local]
+        entry = self._state[param]
+        return entry if param is local else _ParameterState(entry, local, param)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (local for local, param in self._params.items() if param in self._state)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _ParameterState(MutableMapping[str, Any]):
+    """One parameter's entry in the real state: reads give shards, writes of a shard's shape become DTensors."""
+
+    __slots__ = ("_entry", "_local", "_param")
+
+    def __init__(self, entry: MutableMapping[str, Any], local: Tensor, param: Tensor) -> None:
+        self._entry = entry
+        self._local = local
+        self._param = param
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._entry[key]
+        return value._local_tensor if type(value) is DTensor else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(value, Tensor) and value.shape == self._local.shape:
+            # The global shape and stride are the parameter's: they cannot be inferred from uneven shards.
+            param = self._param
+            assert isinstance(param, DTensor)
+            value = DTensor.from_local(
+                value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+            )
+        self._entry[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._entry[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entry)
+
+    def __len__(self) -> int:
+        return len(self._entry)
