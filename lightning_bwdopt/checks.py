@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_bwdopt import sharding
+from lightning_bwdopt.sharding import class_name, meta_parameters
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -144,7 +144,7 @@ def wrapped_module(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, DistributedDataParallel | FullyShardedDataParallel):
             raise TypeError(
-                f"`{name or type(module).__name__}` is wrapped in `{type(child).__name__}`, which reduces gradients in"
+                f"`{name or class_name(module)}` is wrapped in `{type(child).__name__}`, which reduces gradients in"
                 " buffers of its own, after the hooks. Pass the bare module; the strategy shards it with FSDP2."
             )
 
@@ -156,8 +156,8 @@ def reentrant_last_backward(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, FSDPModule) and not child._get_fsdp_state()._state_ctx.is_last_backward:
             raise RuntimeError(
-                f"`set_is_last_backward(False)` is set on `{name or type(module).__name__}`: FSDP2 would not wait for"
-                " the steps made in this backward. Leave it at `True`, and accumulate with `accumulate_grad_batches`."
+                f"`set_is_last_backward(False)` is set on `{name or class_name(module)}`: FSDP2 would not wait"
+                " for the steps made in this backward. Leave it at `True`, and accumulate with `accumulate_grad_batches`."
             )
 
 
@@ -166,7 +166,7 @@ def directly_owned_parameters(module: LightningModule) -> None:
     owned = [name for name, _ in module.named_parameters(recurse=False)]
     if owned:
         raise MisconfigurationException(
-            f"`{type(module).__name__}` uses manual optimization and owns the parameter `{owned[0]}` itself. FSDP2"
+            f"`{class_name(module)}` uses manual optimization and owns the parameter `{owned[0]}` itself. FSDP2"
             " reduces gradients of modules that are called, and inside `training_step` only children are. Move the"
             " parameter into a child module, or return the loss and use automatic optimization or `OptimInBwdMixin`."
         )
@@ -174,7 +174,7 @@ def directly_owned_parameters(module: LightningModule) -> None:
 
 def parameters_on_meta(module: nn.Module) -> None:
     """Parameters without data, which would train as garbage."""
-    if names := sharding.meta_parameters(module):
+    if names := meta_parameters(module):
         raise RuntimeError(
             f"{len(names)} parameters or buffers have no data after `configure_model`: {', '.join(names[:5])}. Load"
             " them there, or give their module a `reset_parameters` method, which is called once it is on its device."
@@ -187,7 +187,7 @@ def foreign_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if foreign:
         raise MisconfigurationException(
-            f"`{type(optimizer).__name__}` holds {len(foreign)} parameters that `{type(module).__name__}` does"
+            f"`{type(optimizer).__name__}` holds {len(foreign)} parameters that `{class_name(module)}` does"
             f" not have, the first of shape `{tuple(foreign[0].shape)}`; they would never be trained. Build the"
             " optimizer in `configure_optimizers` from `self.parameters()`."
         )

@@ -140,6 +140,12 @@ def checkpoint_activations(root: nn.Module, classes: Collection[type[nn.Module]]
         checkpoint(module)
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of the user's class: ``fully_shard`` makes a subclass called ``FSDP…`` of it."""
+    kind = type(module)
+    return next(base.__name__ for base in kind.__mro__ if not issubclass(base, FSDPModule))
+
+
 def is_sharded(root: nn.Module) -> bool:
     """Whether ``fully_shard`` has been applied to the module or to one inside it."""
     return any(isinstance(module, FSDPModule) for module in root.modules())
