@@ -33,6 +33,12 @@ FSDP1_ARGUMENTS = {
     "save_distributed_checkpoint": "use `state_dict_type`: `'sharded'` or `'full'`",
     "process_group": "use `device_mesh` with `sharding_strategy='HYBRID_SHARD'`",
     "param_init_fn": "build the model in `configure_model`",
+    "accelerator": "pass it to the Trainer",
+    "device_id": "pass `devices` to the Trainer",
+    "parallel_devices": "pass `devices` to the Trainer",
+    "cluster_environment": "pass it to the Trainer, `plugins=[...]`",
+    "checkpoint_io": "pass it to the Trainer, `plugins=[...]`",
+    "precision_plugin": "pass `precision` or `plugins=[...]` to the Trainer",
 }
 
 
@@ -156,8 +162,8 @@ def reentrant_last_backward(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, FSDPModule) and not child._get_fsdp_state()._state_ctx.is_last_backward:
             raise RuntimeError(
-                f"`set_is_last_backward(False)` is set on `{name or class_name(module)}`: FSDP2 would not wait"
-                " for the steps made in this backward. Leave it at `True`, and accumulate with `accumulate_grad_batches`."
+                f"`set_is_last_backward(False)` is set on `{name or class_name(module)}`: FSDP2 would"
+                " not wait for the steps made in this backward. Leave it at `True`, and use `accumulate_grad_batches`."
             )
 
 
