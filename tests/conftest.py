@@ -1,5 +1,10 @@
+import os
+
 import pytest
 import torch
+
+# Lightning 2.6's CLI calls what jsonargparse deprecates.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 @pytest.fixture(autouse=True)
