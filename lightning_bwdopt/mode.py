@@ -60,6 +60,7 @@ class InBackwardStrategy(Strategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        self.optimizers_in_backward = []
         if not self.enabled:
             return
         module = self.lightning_module
@@ -133,7 +134,6 @@ class InBackwardStrategy(Strategy):
     @override
     def teardown(self) -> None:
         self._detach()
-        self.optimizers_in_backward = []
         self._warned.clear()
         super().teardown()
 

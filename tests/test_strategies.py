@@ -73,6 +73,9 @@ def fit(make: type[LightningModule], strategy: Any, devices: int = 1, **kwargs: 
     module = seeded(make)
     run = trainer(strategy=strategy, devices=devices, **kwargs)
     run.fit(module, loader(ranks=devices))
+    cores = getattr(run.strategy, "optimizers_in_backward", [])
+    assert [core.optimizer for core in cores] == (run.strategy.optimizers if cores else [])
+    assert not any(core.attached for core in cores)
     if kwargs.get("callbacks"):  # the watch's hooks stay, ours must not
         assert all(len(p._post_accumulate_grad_hooks) == 1 for p in module.parameters())
     else:
