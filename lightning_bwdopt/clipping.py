@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from lightning_bwdopt import refusals
 from lightning_bwdopt.views import local_tensor
 
 if TYPE_CHECKING:
@@ -52,18 +53,26 @@ class GradientTreatment:
     """What is done with gradients on the way to their step, and what is learned from them.
 
     Args:
-        clip: How to clip, if at all.
+        clip: How to clip, as :func:`parse_clip` reads it.
         grad_norm: Sum the norm of gradients even where clipping does not need it.
-        on_nonfinite: With ``"error"`` or ``"skip"`` every gradient is looked at before it is used.
+        on_nonfinite: With ``"error"`` or ``"skip"`` every gradient is looked at.
+
+    Raises:
+        ValueError: an option is invalid.
     """
 
-    def __init__(self, clip: Clip | None, grad_norm: bool, on_nonfinite: str) -> None:
-        self.clip = clip
+    def __init__(self, clip: tuple[str, float] | None, grad_norm: bool, on_nonfinite: str) -> None:
+        if on_nonfinite not in NONFINITE_CHOICES:
+            raise ValueError(
+                f"`on_nonfinite={on_nonfinite!r}` is unknown. Choose one of {', '.join(map(repr, NONFINITE_CHOICES))}."
+            )
+        self.clip = parse_clip(clip)
         self.on_nonfinite = on_nonfinite
         self.norm: Tensor | None = None
-        self.clips_norm = clip is not None and clip.kind == "norm"
+        self.clips_norm = self.clip is not None and self.clip.kind == "norm"
         self.sums_norm = grad_norm  # also where clipping does not need the norm
         self._sums: dict[DeviceMesh | None, Tensor] = {}
+        self._nonfinite: dict[int, Tensor] = {}  # id(parameter) -> whether its gradient has bad elements: 0-d bool
         self._coefficient: Tensor | None = None
 
     @property
@@ -71,40 +80,62 @@ class GradientTreatment:
         """Whether gradients must be looked at before they are used."""
         return self.sums_norm or self.clip is not None or self.on_nonfinite != "ignore"
 
-    def apply(self, gradients: Sequence[Tensor]) -> None:
-        """Looks at and clips, in place, gradients that are about to be used.
+    def forget(self) -> None:
+        """Drops what a backward pass that failed has left."""
+        self._sums.clear()
+        self._nonfinite.clear()
+        self._coefficient = None
+
+    def apply(self, params: Sequence[Tensor]) -> None:
+        """Looks at and clips, in place, the gradients of ``params``, which are about to be used.
 
         Raises:
-            NonFiniteGradientError: one of them has NaN or infinite elements and ``on_nonfinite`` forbids it.
             RuntimeError: clipping by norm, outside of :func:`run_backward`.
         """
-        if self.on_nonfinite != "ignore":
-            for gradient in gradients:
-                if not torch.isfinite(local_tensor(gradient)).all():
-                    raise NonFiniteGradientError(gradient)
-        if self.sums_norm and not self.clips_norm:
-            self.measure(gradients)
+        if not self.clips_norm:
+            self.measure(params)
+        elif self._coefficient is None:
+            assert self.clip is not None
+            refusals.unmeasured_clipping(self.clip.limit)
+        self._clip(params)
+
+    def apply_to_held(self, params: Sequence[Tensor]) -> None:
+        """Looks at and clips all the gradients of a step at once, as the ordinary run does."""
+        self.measure(params)
+        if self.clips_norm:
+            self.prepare_clipping()
+            self._clip(params)
+            self._coefficient = None
+        else:
+            self._clip(params)
+            self.end_backward()
+
+    def _clip(self, params: Sequence[Tensor]) -> None:
         if self.clip is None:
             return
-        if self.clip.kind == "value":
-            clip_by_value(gradients, self.clip.limit)
-            return
-        if self._coefficient is None:
-            raise RuntimeError(
-                f"`clip=('norm', {self.clip.limit})` needs the norm of all gradients before the first one is used,"
-                " which `loss.backward()` cannot give. Call `OptimizerInBackward.backward(loss)` instead."
-            )
-        for local in map(local_tensor, gradients):
-            local.mul_(self._coefficient.to(local.device, local.dtype))
+        for param in params:
+            local = _local(param.grad)
+            if self._coefficient is None:
+                local.clamp_(-self.clip.limit, self.clip.limit)  # torch.nn.utils.clip_grad_value_
+            else:
+                local.mul_(self._coefficient.to(local.device, local.dtype))
 
-    def measure(self, gradients: Sequence[Tensor]) -> None:
-        """Adds gradients to the norm: this rank's part, reduced over the ranks by :meth:`take_norm`."""
+    def measure(self, params: Sequence[Tensor]) -> None:
+        """Adds gradients to the norm and to what is known of bad ones: this rank's part, reduced when it is taken."""
+        if self.on_nonfinite != "ignore":
+            for param in params:
+                self._nonfinite[id(param)] = ~torch.isfinite(_local(param.grad)).all()
+        if self.sums_norm or self.clips_norm:
+            self.add_to_norm([p.grad for p in params if p.grad is not None])
+
+    def add_to_norm(self, gradients: Sequence[Tensor]) -> None:
+        """Adds this rank's part of the gradients to the sum of squares."""
         by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
         for gradient in gradients:
             mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
             by_mesh.setdefault(mesh, []).append(gradient)
         for mesh, members in by_mesh.items():
-            norms = torch._foreach_norm([local_tensor(g) for g in members], 2, dtype=torch.float32)
+            norms = torch._foreach_norm([_local(g) for g in members], 2, dtype=torch.float32)
             squares = torch.stack(norms).square_()
             if any(_copies(g) != 1 for g in members):
                 squares /= torch.tensor([_copies(g) for g in members], device=squares.device)
@@ -118,57 +149,54 @@ class GradientTreatment:
             if mesh is not None:
                 square = DTensor.from_local(square, mesh, [Partial()] * mesh.ndim, run_check=False).full_tensor()
             total = total.to(square.device) + square
-        self._sums = {}
+        self._sums.clear()
         self.norm = total.sqrt()
         return self.norm
+
+    def take_nonfinite(self, params: Sequence[Tensor], *, distributed: bool) -> Tensor | None:
+        """The parameter whose bad gradient was looked at first, on any rank; forgets them all.
+
+        Args:
+            params: All parameters, in the same order on every rank.
+            distributed: Whether other ranks look at shards of the same gradients.
+        """
+        if self.on_nonfinite == "ignore":
+            return None
+        looked_at, self._nonfinite = self._nonfinite, {}
+        device = local_tensor(params[0]).device
+        good = torch.zeros((), dtype=torch.bool, device=device)
+        bad = torch.stack([looked_at.get(id(p), good).to(device) for p in params]).int()
+        if distributed:
+            dist.all_reduce(bad)
+        named = {id(p): p for p, count in zip(params, bad.tolist(), strict=True) if count}
+        return next((named[key] for key in (*looked_at, *named) if key in named), None)
 
     def end_backward(self) -> None:
         """Called when a backward pass that stepped has ended."""
         if self.sums_norm and not self.clips_norm:
             self.take_norm()
 
-    def prepare_clipping(self) -> bool:
-        """Turns the measured norm into the clip coefficient; whether the norm is finite."""
+    def prepare_clipping(self) -> None:
+        """Turns the measured norm into the clip coefficient."""
         assert self.clip is not None
-        norm = self.take_norm()
         # The formula of torch.nn.utils.clip_grads_with_norm_, with its epsilon.
-        self._coefficient = torch.clamp(self.clip.limit / (norm + 1e-6), max=1.0)
-        return self.on_nonfinite == "ignore" or bool(torch.isfinite(norm))
-
-    def finish_clipping(self) -> None:
-        """Forgets the coefficient: the next step needs its own."""
-        self._coefficient = None
-
-    def apply_to_held(self, params: Sequence[Tensor]) -> None:
-        """Clips gradients that are all there, as the ordinary run does; ``params`` may lack a gradient."""
-        if self.clips_norm:
-            assert self.clip is not None
-            self.norm = torch.nn.utils.clip_grad_norm_(params, self.clip.limit)
-            if isinstance(self.norm, DTensor):
-                self.norm = self.norm.full_tensor()
-        else:
-            self.apply([p.grad for p in params if p.grad is not None])
-            self.end_backward()
+        self._coefficient = torch.clamp(self.clip.limit / (self.take_norm() + 1e-6), max=1.0)
 
 
-class NonFiniteGradientError(FloatingPointError):
-    """A gradient has NaN or infinite elements."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        super().__init__()
-        self.gradient = gradient
-
-
-def clip_by_value(gradients: Sequence[Tensor], limit: float) -> None:
-    """As :func:`torch.nn.utils.clip_grad_value_`: every element into ``[-limit, limit]``, in place."""
-    for local in map(local_tensor, gradients):
-        local.clamp_(-limit, limit)
+def _local(gradient: Tensor | None) -> Tensor:
+    """This rank's part of a gradient; of a sparse one, which is coalesced in place, the values."""
+    assert gradient is not None
+    if not gradient.is_sparse:
+        return local_tensor(gradient)
+    if not gradient.is_coalesced():
+        gradient.data = gradient.coalesce()
+    return gradient._values()
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The global L2 norm of gradients that are all there, over all ranks: 0-d float32."""
     treatment = GradientTreatment(None, grad_norm=True, on_nonfinite="ignore")
-    treatment.measure(gradients)
+    treatment.add_to_norm(gradients)
     return treatment.take_norm()
 
 
@@ -198,45 +226,65 @@ def run_backward(cores: Sequence[OptimizerInBackward], loss: Tensor, run: Callab
         FloatingPointError: the loss or, when clipping by norm, a gradient is not finite and that is an error.
     """
     run = loss.backward if run is None else run
-    action = next((core.on_nonfinite for core in cores if core.on_nonfinite != "ignore"), "ignore")
-    if action != "ignore" and (bad := _nonfinite_ranks(loss)):
-        if action == "error":
-            raise FloatingPointError(
-                f"The loss is `{loss.item()}` on this rank and not finite on rank(s) {', '.join(map(str, bad))}. No"
-                " parameter has moved in this step. Look at this batch and the learning rate, or pass"
-                ' `on_nonfinite="skip"` to leave such steps out.'
-            )
+    action = next((core.treatment.on_nonfinite for core in cores if core.treatment.on_nonfinite != "ignore"), "ignore")
+    if action != "ignore" and (bad := _nonfinite_ranks(loss, distributed=any(core.distributed for core in cores))):
+        moved = sum(core.stepped for core in cores)
+        if action == "error" or moved:
+            refusals.nonfinite_loss(loss.item(), bad, cores[0].steps, moved)
+        for core in cores:
+            core.leave_out_step()
+    if any(core.leaves_out_step for core in cores):
         with _phases(cores, "drop"):
             run()  # FSDP's own state is only in order again after a backward pass
-        return False
+        return _leave_out(cores)
 
-    clipping = [core for core in cores if core.treatment.clips_norm and not core.holds]
+    stepping = [core for core in cores if not core.holds]
+    clipping = [core for core in stepping if core.treatment.clips_norm]
     if not clipping:
         run()
         return True
-    if any(core.has_held_gradients for core in clipping):
+    if any(core.has_held_gradients for core in cores):
         # The norm is that of the sum over the micro-batches, known only when the last of them has been added.
-        with _phases(clipping, "hold"):
+        with _phases(stepping, "hold"):
             run()
-        for core in clipping:
-            core.optimizer_step_held()
+        if not all(core.treat_held() for core in stepping):
+            return _leave_out(cores)
+        for core in stepping:
+            core.step_held()
+            core.end_of_gradients()
         return True
     with _phases(cores, "drop"), _phases(clipping, "measure"):
-        run(retain_graph=True)
-    finite = [core.treatment.prepare_clipping() for core in clipping]
+        try:
+            run(retain_graph=True)
+        except RuntimeError as error:
+            refusals.second_pass(error)
+            raise
+    for core in clipping:
+        core.treatment.prepare_clipping()
+    bad_gradients = [name for core in clipping if (name := core.nonfinite_gradient())]
+    if bad_gradients:
+        moved = sum(core.stepped for core in cores)
+        if action == "error" or moved:
+            refusals.nonfinite_gradient(bad_gradients[0], cores[0].steps, moved)
+        return _leave_out(cores)
     try:
-        if all(finite):
-            run()
-            return True
-        if action == "error":
-            raise FloatingPointError(
-                "The norm of the gradients is not finite. No parameter has moved in this step. Look at this batch and"
-                ' the learning rate, or pass `on_nonfinite="skip"` to leave such steps out.'
-            )
-        return False
+        run()
+    except RuntimeError as error:
+        refusals.second_pass(error)
+        raise
     finally:
         for core in clipping:
-            core.treatment.finish_clipping()
+            core.treatment.forget()
+    return True
+
+
+def _leave_out(cores: Sequence[OptimizerInBackward]) -> bool:
+    """The step is left out; where its end is that of the backward pass it ends."""
+    for core in cores:
+        core.leave_out_step()
+        if not (core.calls_step or core.holds):
+            core.end_step()
+    return False
 
 
 def _phases(cores: Sequence[OptimizerInBackward], phase: Phase) -> ExitStack:
@@ -246,10 +294,10 @@ def _phases(cores: Sequence[OptimizerInBackward], phase: Phase) -> ExitStack:
     return stack
 
 
-def _nonfinite_ranks(loss: Tensor) -> list[int]:
+def _nonfinite_ranks(loss: Tensor, *, distributed: bool) -> list[int]:
     """The ranks on which the loss is not finite; the same list on every rank."""
     bad = (~torch.isfinite(loss.detach())).any().to(torch.int32)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not distributed:
         return [0] if bad.item() else []
     flags = bad.new_zeros(dist.get_world_size())
     flags[dist.get_rank()] = bad

@@ -7,30 +7,29 @@ The mechanism, in the order in which it happens:
 3. When the last awaited gradient of the unit is there, the unit's view steps and the gradients are dropped. A view
    (`views.py`) is an optimizer of the user's class that works on the real optimizer's state and hyperparameters.
 4. What is incomplete when backward ends (unused or frozen parameters) is stepped by an end-of-backward callback.
-5. The real optimizer's `step` finds nothing left to do. It ends the step: a parameter may be stepped again.
+5. The real optimizer's `step` finds nothing left to do. It ends the step: a parameter may be stepped again. In a loop
+   that never calls it each backward is a step.
 
-The real optimizer stays the only one that schedulers, loggers and checkpoints see.
+The real optimizer stays the only one that schedulers, loggers and checkpoints see. What a step does to its groups is
+kept in `attached.py` until the step ends; what happens to a gradient on its way to the step is in `clipping.py`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_bwdopt.clipping import (
-    NONFINITE_CHOICES,
-    GradientTreatment,
-    NonFinite,
-    NonFiniteGradientError,
-    parse_clip,
-    run_backward,
-)
+from lightning_bwdopt import refusals
+from lightning_bwdopt.attached import AttachedOptimizer
+from lightning_bwdopt.clipping import GradientTreatment, NonFinite, run_backward
 from lightning_bwdopt.selfcheck import check_optimizer
 from lightning_bwdopt.views import StepView
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 # add them to the gradient norm and drop them; drop them.
 Phase = Literal["step", "hold", "measure", "drop"]
 
-_NOT_REPLACED = object()
-
 
 class _Unit:
     """Parameters that step together."""
@@ -50,38 +47,36 @@ class _Unit:
     def __init__(self, core: OptimizerInBackward, params: Sequence[Tensor]) -> None:
         self._core = core
         self.params = params
-        self.view = StepView(core.optimizer, params, core._written, core._used)
-        self.awaited = 0  # trainable parameters
-        self.arrived = 0  # gradients that wait for the others
-        self.done: set[int] = set()  # ids of the parameters stepped since the last step boundary
+        self.view = StepView(core.optimizer, params, core.real.written, core.real.used)
+        self.awaited = 0  # how many are trainable
+        self.arrived: set[int] = set()  # ids of those whose gradient waits for the others'
+        self.done: set[int] = set()  # ids of those stepped since the last step boundary
 
     def arrive(self, param: Tensor) -> None:
         """The post-accumulate-grad hook of each of the unit's parameters."""
         core = self._core
-        if core._phase == "hold":
-            core.has_held_gradients = True
-            return
+        holds = core._phase == "hold"
+        if not holds:
+            core._watch_end_of_backward()
         if id(param) in self.done:
-            raise RuntimeError(core._second_gradient(param))
-        core._watch_end_of_backward()
-        self.arrived += 1
-        if self.arrived + len(self.done) >= self.awaited:
+            refusals.second_gradient(core._describe(param))
+        if holds:
+            return
+        self.arrived.add(id(param))
+        if len(self.arrived) + len(self.done) >= self.awaited:
             core._process(self)
 
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.params if p.grad is not None]
+    def with_gradient(self) -> list[Tensor]:
+        return [p for p in self.params if p.grad is not None]
 
     def step(self) -> None:
         """Steps the parameters that have a gradient, and drops it."""
         self.view.step()
-        self.arrived = 0
-        for param in self.params:
-            if param.grad is not None:
-                param.grad = None
-                self.done.add(id(param))
+        self.done.update(id(p) for p in self.params if p.grad is not None)
+        self.drop()
 
     def drop(self) -> None:
-        self.arrived = 0
+        self.arrived.clear()
         for param in self.params:
             param.grad = None
 
@@ -102,7 +97,9 @@ class OptimizerInBackward:
             :meth:`backward` instead of ``loss.backward()``: it runs two backward passes.
         grad_norm: Compute :attr:`grad_norm` in every backward.
         on_nonfinite: What :meth:`backward` does on a loss that is NaN or infinite on any rank: ``"ignore"``,
-            ``"error"``, or ``"skip"`` (no parameter and no state moves on any rank).
+            ``"error"``, or ``"skip"``: no parameter and no state moves on any rank. Both also look at every gradient:
+            clipping by norm knows them all before the first step and treats them as it treats the loss; otherwise
+            they are an error at the end of backward.
         self_check: Probe an optimizer class that is not known to be separable, and refuse it where stepping its
             parameters one by one changes the result.
 
@@ -133,32 +130,22 @@ class OptimizerInBackward:
         self_check: bool = True,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"`optimizer` is a `{type(optimizer).__name__}` and not a `torch.optim.Optimizer`, so it has no state"
-                " and groups to step through. Pass the optimizer that your loop or `configure_optimizers` built."
-            )
-        if on_nonfinite not in NONFINITE_CHOICES:
-            raise ValueError(
-                f"`on_nonfinite={on_nonfinite!r}` is unknown. Choose one of {', '.join(map(repr, NONFINITE_CHOICES))}."
-            )
+            refusals.not_an_optimizer(optimizer)
         check_optimizer(optimizer, probe=self_check)
         self.optimizer = optimizer
-        self.on_nonfinite = on_nonfinite
-        self.treatment = GradientTreatment(parse_clip(clip), grad_norm, on_nonfinite)
+        self.treatment = GradientTreatment(clip, grad_norm, on_nonfinite)
+        self.real = AttachedOptimizer(optimizer)
         self.parameter_names: Mapping[int, str] = {}  # id(parameter) -> name, for messages
-        self.has_held_gradients = False  # gradients of earlier micro-batches wait in `.grad`
+        self.steps = 0  # how many steps have ended, for messages
+        self.leaves_out_step = False  # `on_nonfinite="skip"` drops every gradient until the step ends
+        self.calls_step = False  # the loop calls `optimizer.step()`, so that ends a step; otherwise backward's end
         self._wanted_units = None if units is None else [list(unit) for unit in units]
         self._units: list[_Unit] = []
         self._unit_of: dict[int, _Unit] = {}
+        self._layout: list[list[int]] = []  # ids of the parameters in each group that the units were built for
         self._hooks: dict[int, Any] = {}  # id(parameter) -> handle
-        self._optimizer_hooks: list[Any] = []
-        self._replaced_step: Any = _NOT_REPLACED
         self._phase: Phase = "step"
-        self._written: dict[tuple[int, str], Any] = {}
-        self._used: dict[int, dict[str, Any]] = {}
-        self._ordered_states = 0  # how many entries of the optimizer's state are in their final order
-        self._watched_task = -1  # the autograd graph task whose end `_end_backward` is queued for
-        self._calls_step = False  # the loop calls `optimizer.step()`, so that ends a step; otherwise backward's end
+        self._pass: weakref.ref | None = None  # the callback queued to the backward pass under way, while that lives
         self._backwards_without_step = 0
 
     # Attaching ------------------------------------------------------------------------------------------------------
@@ -166,7 +153,7 @@ class OptimizerInBackward:
     @property
     def attached(self) -> bool:
         """Whether the hooks are on."""
-        return self._replaced_step is not _NOT_REPLACED
+        return self.real.taken
 
     def attach(self, *, calls_step: bool = False) -> Self:
         """Hooks every trainable parameter. When attached already, picks up parameters unfrozen or added since.
@@ -179,20 +166,25 @@ class OptimizerInBackward:
             The object itself.
 
         Raises:
-            ValueError: no parameter of the optimizer is trainable, or its ``step`` was replaced on the instance.
+            ValueError: no parameter of the optimizer is trainable, one is attached elsewhere, or ``step`` was replaced.
+            TypeError: the parameters are wrapped in DDP or FSDP1.
         """
-        groups = self.optimizer.param_groups
-        params = [p for group in groups for p in group["params"]]
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        refusals.step_pre_hooks(self.optimizer)
+        refusals.hooked_parameters(p for p in params if id(p) not in self._hooks)
         if not self.attached:
             if not any(p.requires_grad for p in params):
-                raise ValueError(
-                    f"`{type(self.optimizer).__name__}` holds {len(params)} parameters and none requires a gradient, so"
-                    " no backward can step it. Unfreeze some, or build the optimizer from the trainable ones."
-                )
-            self._take_over_step()
-        self._calls_step |= calls_step
-        if any(id(p) not in self._unit_of for p in params):
+                refusals.nothing_trainable(self.optimizer)
+            refusals.wrapped_parameters(params)
+            self.real.take_over(self._step, self._before_loading)
+            self._forget_pass()
+            self.calls_step = False
+            self._backwards_without_step = 0
+            self.steps = 0
+        self.calls_step |= calls_step
+        if self._layout != (layout := self.real.layout()):
             self._build_units(params)
+            self._layout = layout
         for param in params:
             if param.requires_grad and id(param) not in self._hooks:
                 hook = self._unit_of[id(param)].arrive
@@ -205,17 +197,14 @@ class OptimizerInBackward:
         """Takes every hook off and gives the optimizer its own ``step`` back. Does nothing when not attached."""
         if not self.attached:
             return
-        self._end_step()
-        for handle in (*self._hooks.values(), *self._optimizer_hooks):
+        self.end_step()
+        for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._optimizer_hooks.clear()
         self._units.clear()
         self._unit_of.clear()
-        del self.optimizer.step
-        if self._replaced_step is not None:
-            self.optimizer.step = self._replaced_step  # type: ignore[method-assign]
-        self._replaced_step = _NOT_REPLACED
+        self._layout.clear()
+        self.real.give_back()
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -227,34 +216,16 @@ class OptimizerInBackward:
 
     def _build_units(self, params: Sequence[Tensor]) -> None:
         done = {key for unit in self._units for key in unit.done}
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
         remaining = {id(p): p for p in params}
         wanted = [[remaining.pop(id(p)) for p in unit if id(p) in remaining] for unit in self._wanted_units or ()]
         wanted += [[param] for param in remaining.values()]
         self._units = [_Unit(self, unit) for unit in wanted if unit]
         self._unit_of = {id(p): unit for unit in self._units for p in unit.params}
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
         for key in done & self._unit_of.keys():
             self._unit_of[key].done.add(key)
-
-    def _take_over_step(self) -> None:
-        optimizer = self.optimizer
-        own = vars(optimizer).get("step")
-        if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-            raise ValueError(
-                f"`step` of this `{type(optimizer).__name__}` was replaced by `{own!r}`, which stepping in the backward"
-                " pass would bypass. Attach before compiling or wrapping `step`, or leave `step` as it is."
-            )
-        self._replaced_step = own
-        optimizer.step = MethodType(_make_step(self), optimizer)  # type: ignore[method-assign]
-        self._optimizer_hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._settle()),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._forget()),
-        ]
-        self._forget()
-        self._calls_step = False
-        self._backwards_without_step = 0
 
     # One step -------------------------------------------------------------------------------------------------------
 
@@ -267,7 +238,7 @@ class OptimizerInBackward:
 
         Returns:
             Whether the parameters moved (or their gradients are held): ``False`` for a step that
-            ``on_nonfinite="skip"`` left out.
+            ``on_nonfinite="skip"`` left out. Step a scheduler only after a step.
 
         Raises:
             FloatingPointError: the loss or a gradient is not finite and ``on_nonfinite="error"``.
@@ -294,107 +265,135 @@ class OptimizerInBackward:
         """Whether the hooks leave the gradients alone at this moment."""
         return self._phase == "hold"
 
+    @property
+    def has_held_gradients(self) -> bool:
+        """Whether a parameter has a gradient: outside of backward, one of an earlier micro-batch."""
+        return any(p.grad is not None for unit in self._units for p in unit.params)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether parameters are sharded or replicated over ranks, so that all of them step together."""
+        return any(isinstance(p, DTensor) for unit in self._units for p in unit.params)
+
     def _watch_end_of_backward(self) -> None:
-        # A mere flag would stay set after a backward pass that raised; the number of its graph task cannot.
-        task = torch._C._current_graph_task_id()
-        if task != self._watched_task:
-            self._watched_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        """At the first gradient of a backward pass: has `_end_backward` called at its end."""
+        if self._pass is not None and self._pass() is not None:
+            return  # this pass has it; or a pass around this one (reentrant checkpointing), at whose end it is time
+        if self._pass is not None:
+            self.treatment.forget()
+            for unit in self._units:
+                unit.arrived.clear()
+            if self.stepped:
+                refusals.failed_pass(self.stepped)
+        if self._layout != self.real.layout():
+            refusals.changed_groups(self.optimizer)
+        callback = self._end_backward
+        self._pass = weakref.ref(callback)  # autograd holds the callback as long as the pass lives, also if it fails
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _process(self, unit: _Unit) -> None:
         """A unit's gradients are final: does with them what the phase says."""
         if self._phase == "step":
             if self.treatment.active:
-                self._treat(unit.gradients())
+                self.treatment.apply(unit.with_gradient())
             unit.step()
             return
         if self._phase == "measure":
-            self.treatment.measure(unit.gradients())
+            self.treatment.measure(unit.with_gradient())
         unit.drop()
-
-    def _treat(self, gradients: Sequence[Tensor]) -> None:
-        try:
-            self.treatment.apply(gradients)
-        except NonFiniteGradientError as error:
-            bad = next(p for unit in self._units for p in unit.params if p.grad is error.gradient)
-            raise FloatingPointError(
-                f"The gradient of {self._describe(bad)} has NaN or infinite elements, and parameters that backward"
-                " reached before it have moved. Lower the learning rate or look for the operation that overflows;"
-                " exact clipping by norm checks every gradient before the first parameter moves."
-            ) from None
 
     def _end_backward(self) -> None:
         """Queued to the autograd engine: steps what is still incomplete at the end of the backward pass."""
-        self._watched_task = -1
         if torch._C._current_autograd_node() is not None:
-            return  # the end of a pass inside another one (reentrant checkpointing), whose gradients may yet come
+            refusals.unseen_outer_pass()
         for unit in self._units:
-            if unit.arrived or (self.has_held_gradients and self._phase == "step" and unit.gradients()):
+            if unit.arrived or unit.with_gradient():
                 self._process(unit)
+        self._pass = None
         if self._phase == "step":
-            self.has_held_gradients = False
-            self.treatment.end_backward()
-            if not self._calls_step:
-                self._backwards_without_step += 1
-                self._end_step()
+            self.end_of_gradients()
+
+    def end_of_gradients(self) -> None:
+        """The gradients of a backward have been stepped; in a loop that does not call ``step()`` that is a step."""
+        self.treatment.end_backward()
+        bad, step, moved = self.nonfinite_gradient(), self.steps, self.stepped
+        if not self.calls_step:
+            self._backwards_without_step += 1
+            self.end_step()
+            if self._backwards_without_step > 1 and self.optimizer._optimizer_step_post_hooks:
+                refusals.post_hook_without_step(self.optimizer)
+        if bad is not None:
+            refusals.nonfinite_gradient(bad, step, moved)
+
+    def nonfinite_gradient(self) -> str | None:
+        """The first parameter with a gradient that was not finite on any rank, in words."""
+        params = [p for unit in self._units for p in unit.params]
+        bad = self.treatment.take_nonfinite(params, distributed=self.distributed)
+        return None if bad is None else self._describe(bad)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The real optimizer's ``step`` while attached: runs the closure, steps what it left, ends the step."""
+        refusals.step_pre_hooks(self.optimizer)
         result = None
         if closure is not None:
+            self.calls_step = True
             with torch.enable_grad():
                 result = closure()
-        if any(unit.gradients() for unit in self._units):
-            self.optimizer_step_held()
-        elif self._backwards_without_step:
-            self._learn_that_loop_steps()
-        self._end_step()
+        if self.has_held_gradients:
+            if self.treat_held():
+                self.step_held()
+        elif self._backwards_without_step and not self.calls_step and self._pass is None:
+            if self._backwards_without_step > 1:
+                refusals.step_after_backwards(self._backwards_without_step)
+            self.calls_step = True
+        self.end_step()
         return result
 
-    def optimizer_step_held(self) -> None:
+    def treat_held(self) -> bool:
+        """Clips gradients that are all there; ``False``: they are not finite, and are dropped."""
+        if not self.treatment.active:
+            return True
+        self.treatment.apply_to_held([p for unit in self._units for p in unit.with_gradient()])
+        bad = self.nonfinite_gradient()
+        if bad is None:
+            return True
+        if self.treatment.on_nonfinite == "error" or self.stepped:
+            refusals.nonfinite_gradient(bad, self.steps, self.stepped)
+        self.leave_out_step()
+        return False
+
+    def step_held(self) -> None:
         """Steps, through the views, every parameter that has a gradient; all of them are there."""
-        units = [unit for unit in self._units if unit.gradients()]
-        if self.treatment.active:
-            self.treatment.apply_to_held([p for unit in units for p in unit.params])
-        for unit in units:
-            unit.step()
-        self.has_held_gradients = False
+        for unit in self._units:
+            if unit.with_gradient():
+                unit.step()
 
-    def _learn_that_loop_steps(self) -> None:
-        if not self._calls_step and self._backwards_without_step > 1:
-            raise RuntimeError(
-                f"`step()` was called after {self._backwards_without_step} backward calls, and each of them has stepped"
-                " the parameters. Call `step()` after every backward or never; sum the losses that belong to one step,"
-                " or wrap every micro-batch of a step but the last in `OptimizerInBackward.accumulate()`."
-            )
-        self._calls_step = True
+    def leave_out_step(self) -> None:
+        """Drops the gradients that are held, and those that still come until the step ends."""
+        self.leaves_out_step = True
+        for unit in self._units:
+            unit.drop()
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         """The step boundary: from here on a parameter may be stepped again."""
-        self._settle()
+        self.real.settle()
         if self.stepped:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless they see it
+        if self.stepped or self.leaves_out_step:
+            self.steps += 1
+        self.leaves_out_step = False
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._pass = None
         for unit in self._units:
+            unit.arrived.clear()
             unit.done.clear()
 
-    def _forget(self) -> None:
-        self._written.clear()
-        self._ordered_states = len(self.optimizer.state)
-
-    def _settle(self) -> None:
-        """Leaves the real optimizer's groups and the order of its state as an ordinary step would."""
-        optimizer = self.optimizer
-        for (index, key), value in self._written.items():
-            optimizer.param_groups[index][key] = value
-        self._written.clear()
-        if len(optimizer.state) != self._ordered_states:
-            # Backward met the parameters last to first; an ordinary step adds their states in the groups' order.
-            new = dict(list(optimizer.state.items())[self._ordered_states :])
-            for param in new:
-                del optimizer.state[param]
-            ordered = {p: new.pop(p) for group in optimizer.param_groups for p in group["params"] if p in new}
-            optimizer.state.update(ordered | new)
-            self._ordered_states = len(optimizer.state)
+    def _before_loading(self) -> None:
+        if self.stepped and self._pass is None:  # after a pass that failed a checkpoint is just what is needed
+            refusals.loading_before_step(self.stepped)
+        self._forget_pass()
 
     # What can be asked ----------------------------------------------------------------------------------------------
 
@@ -411,10 +410,7 @@ class OptimizerInBackward:
     @property
     def used_groups(self) -> list[dict[str, Any]]:
         """For each parameter group, the hyperparameters that its last step really used; ``{}`` before the first."""
-        return [
-            {key: value for key, value in self._used.get(index, {}).items() if key != "params"}
-            for index in range(len(self.optimizer.param_groups))
-        ]
+        return self.real.used_groups
 
     def state_dict(self) -> dict[str, Any]:
         """The real optimizer's state dict: keys, order and values of an ordinary run."""
@@ -427,21 +423,3 @@ class OptimizerInBackward:
     def _describe(self, param: Tensor) -> str:
         name = self.parameter_names.get(id(param))
         return f"parameter `{name}`" if name else f"a parameter of shape `{tuple(param.shape)}`"
-
-    def _second_gradient(self, param: Tensor) -> str:
-        return (
-            f"A second gradient arrived for {self._describe(param)}, which was stepped with the first one since the"
-            " last `step()`; stepping it twice would not be the ordinary run. Sum the losses and call backward once, or"
-            " hold the earlier gradients (`accumulate_grad_batches`, `OptimizerInBackward.accumulate()`). Reentrant"
-            " activation checkpointing of a module that is used twice has this effect too: pass `use_reentrant=False`."
-        )
-
-
-def _make_step(core: OptimizerInBackward) -> Callable[..., Any]:
-    # The decorator is torch's own for `step`: it runs the user's step hooks, once a step.
-    @Optimizer.profile_hook_step
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return core._step(closure)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made later need not wrap it
-    return step

@@ -57,11 +57,6 @@ def check_optimizer(optimizer: Optimizer, *, probe: bool = True) -> None:
             f"`{name}(differentiable=True)` keeps the graph of every step, which needs all gradients to stay. Pass"
             " `differentiable=False`, or train it with the mode off (`enabled=False`)."
         )
-    if optimizer._optimizer_step_pre_hooks:
-        raise ValueError(
-            f"`{name}` has a `step` pre-hook, which would find the parameters stepped and the gradients gone. Use a"
-            " post-hook, or read the gradients in `register_post_accumulate_grad_hook` on the parameters."
-        )
     if probe and type(optimizer) not in SEPARABLE_OPTIMIZERS and (reason := _probe(optimizer)):
         raise ValueError(
             f"`{name}` {reason}, so stepping each parameter in the backward pass would not give the ordinary result."

@@ -14,6 +14,18 @@ from torch.optim import Optimizer
 _MISSING = object()
 # Entries of a view's group that may differ from the real group's without being a counter to write back.
 _OWN_ENTRIES = frozenset({"params", "foreach"})
+# Attributes that torch itself puts on every optimizer; counters of a class are others (`Ranger21.lookahead_step`).
+_TORCH_ATTRIBUTES = frozenset(
+    {
+        "_need_device_dtype_check_for_fused",
+        "_opt_called",
+        "_step_supports_amp_scaling",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+    }
+)
+# The group index under which `StepView` reports an attribute that a step has changed.
+ATTRIBUTES = -1
 
 # Classes whose step is element by element, so that stepping a rank's shards as plain tensors gives the same bits as
 # stepping the DTensors, without their dispatch. Only these exact classes: a subclass may look at whole tensors.
@@ -44,8 +56,9 @@ class StepView:
         optimizer: The real optimizer.
         params: The parameters to step; tensors that the optimizer does not hold are ignored.
         written: Filled with ``(group index, key) -> value`` for group entries that a step changes, such as the counter
-            of a schedule-free optimizer. The caller writes them back once per step, so that all views of one step
-            read the same values.
+            of a schedule-free optimizer, and with ``(ATTRIBUTES, name) -> value`` for numbers and flags on the
+            optimizer itself. The caller writes them back once per step, so that all views of one step read the same
+            values.
         used: Filled with ``group index -> group`` as the last step read it.
     """
 
@@ -66,6 +79,7 @@ class StepView:
                 self._members.append((index, members))
         self._on_shards = type(optimizer) in ELEMENTWISE_OPTIMIZERS and any(isinstance(p, DTensor) for p in params)
         self._view = same_class(optimizer, [{"params": members} for _, members in self._members])
+        self._attributes = [name for name in plain_attributes(optimizer) if name not in _TORCH_ATTRIBUTES]
 
     def step(self) -> None:
         """Steps every parameter of the view that has a gradient. The gradients stay."""
@@ -78,6 +92,8 @@ class StepView:
         self._collect_written()
 
     def _read_groups(self) -> None:
+        for name in self._attributes:
+            setattr(self._view, name, getattr(self._real, name))
         groups = self._real.param_groups
         for mine, (index, _) in zip(self._view.param_groups, self._members):
             for key, value in groups[index].items():
@@ -91,6 +107,9 @@ class StepView:
             self._used[index] = {**mine, "lr": rate.detach().clone()} if isinstance(rate, Tensor) else mine
 
     def _collect_written(self) -> None:
+        for name in self._attributes:
+            if (value := getattr(self._view, name)) is not getattr(self._real, name):
+                self._written[ATTRIBUTES, name] = value
         groups = self._real.param_groups
         for mine, (index, _) in zip(self._view.param_groups, self._members):
             real = groups[index]
@@ -132,6 +151,11 @@ def same_class(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Opti
     view._optimizer_step_post_hooks = OrderedDict()
     view.param_groups = param_groups
     return view
+
+
+def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers, flags and strings that are attributes of an optimizer."""
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float | str | None)}
 
 
 class _ShardState(Mapping[Tensor, "_ParameterState"]):

@@ -1,0 +1,196 @@
+"""What the core cannot do: one function a case, each raising with the value found, the reason and the remedy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+# Set-up -----------------------------------------------------------------------------------------------------------
+
+
+def not_an_optimizer(optimizer: object) -> NoReturn:
+    """Something else in the optimizer's place; a wrapper that only looks like one, too."""
+    raise TypeError(
+        f"`optimizer` is a `{type(optimizer).__name__}` and not a `torch.optim.Optimizer`, so it has no state and"
+        " groups to step through. Pass the optimizer that your loop or `configure_optimizers` built."
+    )
+
+
+def nothing_trainable(optimizer: Optimizer) -> NoReturn:
+    """An optimizer in which everything is frozen."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    raise ValueError(
+        f"`{type(optimizer).__name__}` holds {count} parameters and none requires a gradient, so no backward can step"
+        " it. Unfreeze some, or build the optimizer from the trainable ones."
+    )
+
+
+def replaced_step(optimizer: Optimizer, step: Any) -> None:
+    """A ``step`` on the instance, unless it is the one by which schedulers see that it is called."""
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"`step` of this `{type(optimizer).__name__}` was replaced by `{step!r}`, which stepping in the backward"
+            " pass would bypass. Attach before compiling or wrapping `step`, or leave `step` as it is."
+        )
+
+
+def step_pre_hooks(optimizer: Optimizer) -> None:
+    """Pre-hooks of ``step`` look at gradients, or change them."""
+    if optimizer._optimizer_step_pre_hooks:
+        raise ValueError(
+            f"`{type(optimizer).__name__}` has a `step` pre-hook, which would find the parameters stepped and the"
+            " gradients gone. Use a post-hook, or read the gradients in `register_post_accumulate_grad_hook` on the"
+            " parameters."
+        )
+
+
+def wrapped_parameters(params: Iterable[Tensor]) -> None:
+    """Parameters whose gradients belong to DDP or FSDP1, which reduce them in buffers of their own."""
+    params = list(params)
+    # `_fsdp_flattened` is how FSDP1 itself (torch.distributed.fsdp._common_utils) knows its parameters.
+    wrapper = "FullyShardedDataParallel" if any(getattr(p, "_fsdp_flattened", False) for p in params) else None
+    plain = {id(p) for p in params if not isinstance(p, DTensor)}
+    if wrapper is None and plain and dist.is_available() and dist.is_initialized():
+        # DDP leaves no mark on a parameter, its hooks are in C++: look for the wrapper itself.
+        for thing in gc.get_objects():
+            if issubclass(type(thing), DistributedDataParallel) and any(id(p) in plain for p in thing.parameters()):
+                wrapper = type(thing).__name__
+    if wrapper:
+        raise TypeError(
+            f"Parameters of this optimizer are wrapped in `{wrapper}`, which reduces gradients over the ranks after the"
+            " hooks have stepped: the ranks would drift apart. Shard the bare module with"
+            " `torch.distributed.fsdp.fully_shard` before building the optimizer."
+        )
+
+
+def hooked_parameters(params: Iterable[Tensor]) -> None:
+    """Parameters that another core steps; each gradient can be used once."""
+    for param in params:
+        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+            if hasattr(getattr(hook, "__self__", None), "awaited"):
+                raise ValueError(
+                    f"A parameter of shape `{tuple(param.shape)}` is stepped by another `OptimizerInBackward`, which"
+                    " drops its gradient. Give each parameter to one optimizer, or `remove()` the other one first."
+                )
+
+
+# In a loop --------------------------------------------------------------------------------------------------------
+
+
+def second_gradient(param: str) -> NoReturn:
+    """A gradient for a parameter that has been stepped in this step."""
+    raise RuntimeError(
+        f"A second gradient arrived for {param}, which was stepped with the first one since the last `step()`; stepping"
+        " it twice would not be the ordinary run. Sum the losses and call backward once, or hold the earlier gradients"
+        " (`accumulate_grad_batches`, `OptimizerInBackward.accumulate()`). Reentrant activation checkpointing of a"
+        " module that is used twice has this effect too: pass `use_reentrant=False`."
+    )
+
+
+def changed_groups(optimizer: Optimizer) -> NoReturn:
+    """Parameters added to, removed from or moved between the groups."""
+    raise RuntimeError(
+        f"The parameters in the groups of this `{type(optimizer).__name__}` are not those that were there at"
+        " `attach()`. Call `attach()` again after `add_param_group` and other changes of the groups."
+    )
+
+
+def unseen_outer_pass() -> NoReturn:
+    """The first gradients came from a pass inside another one, whose end the hooks cannot be told of."""
+    raise RuntimeError(
+        "A backward pass inside another one (reentrant activation checkpointing) gave the first gradients, so that the"
+        " end of the outer one cannot be seen. Pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`."
+    )
+
+
+def failed_pass(stepped: int) -> NoReturn:
+    """A backward after one that raised when parameters had moved."""
+    raise RuntimeError(
+        f"The backward pass before this one failed after it had stepped {stepped} parameters, so that the model is"
+        " between two steps; the ordinary run would not have moved it. Load a checkpoint, or call `optimizer.step()` to"
+        " go on from here all the same."
+    )
+
+
+def step_after_backwards(count: int) -> NoReturn:
+    """``step()`` in a loop in which several backward calls have been steps."""
+    raise RuntimeError(
+        f"`step()` was called after {count} backward calls, and each of them has stepped the parameters. Call `step()`"
+        " after every backward or never; sum the losses that belong to one step, or wrap every micro-batch of a step"
+        " but the last in `OptimizerInBackward.accumulate()`."
+    )
+
+
+def post_hook_without_step(optimizer: Optimizer) -> NoReturn:
+    """Post-hooks run in ``step()``, which this loop does not call."""
+    raise RuntimeError(
+        f"`{type(optimizer).__name__}` has a `step` post-hook, which runs in `optimizer.step()`, and a second backward"
+        " came without that call. Call `optimizer.step()` after each backward."
+    )
+
+
+def loading_before_step(stepped: int) -> NoReturn:
+    """``load_state_dict`` when this step's parameters have moved by the old state."""
+    raise RuntimeError(
+        f"`load_state_dict` came between backward, which has stepped {stepped} parameters, and `optimizer.step()`; the"
+        " ordinary run would step with the loaded state. Load after `step()`."
+    )
+
+
+# What is not finite -----------------------------------------------------------------------------------------------
+
+
+def nonfinite_loss(value: float, ranks: list[int], step: int, moved: int) -> NoReturn:
+    """A loss that is NaN or infinite; ``moved`` parameters were stepped by an earlier loss of the step."""
+    raise FloatingPointError(
+        f"In step {step} the loss is not finite on rank(s) {', '.join(map(str, ranks))} (`{value}` on this one)."
+        + (f" {moved} parameters have moved by another loss of this step." if moved else " No parameter has moved.")
+        + ' Look at this batch and the learning rate, or pass `on_nonfinite="skip"` to leave such steps out.'
+    )
+
+
+def nonfinite_gradient(param: str, step: int, moved: int) -> NoReturn:
+    """A gradient with NaN or infinite elements."""
+    raise FloatingPointError(
+        f"In step {step} the gradient of {param} has NaN or infinite elements. "
+        + (
+            "Parameters have moved by such gradients: only clipping by norm (`clip=('norm', …)`,"
+            " `gradient_clipping='exact'`) looks at all of them before the first one moves."
+            if moved
+            else "No parameter has moved in this step."
+        )
+        + " Look at this batch and the learning rate, and for the operation that overflows."
+    )
+
+
+# Clipping ---------------------------------------------------------------------------------------------------------
+
+
+def unmeasured_clipping(limit: float) -> NoReturn:
+    """``loss.backward()`` where two passes are needed."""
+    raise RuntimeError(
+        f"`clip=('norm', {limit})` needs the norm of all gradients before the first one is used, which"
+        " `loss.backward()` cannot give. Call `OptimizerInBackward.backward(loss)` instead."
+    )
+
+
+def second_pass(error: RuntimeError) -> None:
+    """What autograd says when a graph cannot be walked twice."""
+    text = str(error)
+    if "donated buffer" in text:
+        raise RuntimeError(
+            "Clipping by norm walks the graph twice, and this compiled model gives its buffers away in the first pass"
+            " (donated buffers). Set `torch._functorch.config.donated_buffer = False` before `torch.compile`."
+        ) from error
+    if "backward through the graph a second time" in text:
+        raise RuntimeError(
+            "Clipping by norm walks the graph twice, and the first pass has freed it. An override of `backward` (or"
+            " the `run` argument) must pass `retain_graph=True` on to `loss.backward`; it is called with it."
+        ) from error
