@@ -65,16 +65,14 @@ class OptimInBwdMonitor(LearningRateMonitor):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         core = _cores(trainer).get(id(optimizer))
         if core is None:
-            self._used[id(optimizer)] = [
-                {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-            ]
+            self._used[id(optimizer)] = [_snapshot(group) for group in optimizer.param_groups]
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._stepped += len(gradients)
             if self.log_grad_norm:
                 self._norms.append(total_norm(gradients))
             return
         self._used[id(optimizer)] = [
-            used or group for used, group in zip(core.used_groups, optimizer.param_groups, strict=True)
+            used or _snapshot(group) for used, group in zip(core.used_groups, optimizer.param_groups, strict=True)
         ]
         self._stepped += core.stepped
         if self.log_grad_norm and core.grad_norm is not None:
@@ -104,6 +102,15 @@ class OptimInBwdMonitor(LearningRateMonitor):
         if groups is None:
             return {}  # this optimizer made no step in this batch
         return super()._get_optimizer_stats(_Groups(groups, optimizer.defaults), names)  # type: ignore[arg-type]
+
+
+def _snapshot(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters; schedulers change a rate that is a tensor in place."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 class _Groups:

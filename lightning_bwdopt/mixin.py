@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.core import optimizer as lightning_optimizer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
     from torch import Tensor
+    from torch.optim import Optimizer
 
 
 class OptimInBwdMixin:
@@ -34,7 +41,6 @@ class OptimInBwdMixin:
     """
 
     _declared_automatic = True
-    _manual_path: _InBackwardBatch | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,7 +55,8 @@ class OptimInBwdMixin:
     @property
     def automatic_optimization(self) -> bool:
         """``False`` while a batch of the manual path has not finished its backward; else as declared."""
-        return self._declared_automatic and not (self._manual_path is not None and self._manual_path.in_batch)
+        batch = InBackwardBatch.of(self)
+        return self._declared_automatic and not (batch is not None and batch.in_progress)
 
     @automatic_optimization.setter
     def automatic_optimization(self, automatic: bool) -> None:
@@ -60,64 +67,99 @@ class OptimInBwdMixin:
         """What the module itself says; ``False``: its ``training_step`` calls ``manual_backward``."""
         return self._declared_automatic
 
-    def _enter_manual_path(self) -> None:
-        """Called by the strategy when the hooks are on."""
-        if self._declared_automatic and self._manual_path is None:
-            assert isinstance(self, LightningModule)
-            self._manual_path = _InBackwardBatch(self.trainer)
 
-    def _leave_manual_path(self) -> None:
-        if self._manual_path is not None:
-            self._manual_path.uninstall()
-            self._manual_path = None
-
-
-class _InBackwardBatch(_ManualOptimization):
+class InBackwardBatch(_ManualOptimization):
     """Lightning's manual loop with the batch of its automatic loop inside (Lightning 2.6, private classes).
 
     The epoch loop runs it because `automatic_optimization` is `False` at that moment. Hooks are called as in the
-    automatic loop, and the counters of both loops advance.
+    automatic loop, and both loops count the step in one counter.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._epoch_loop = trainer.fit_loop.epoch_loop
-        self._replaced = self._epoch_loop.manual_optimization
-        self.optim_step_progress = self._replaced.optim_step_progress
-        self._finished_batch = -1
-        # A checkpoint of the automatic loop has not counted here, one of the manual loop not there.
-        automatic = self._epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        manual = self.optim_step_progress.total
+        self._awaited_batch = -1  # the count of started batches that the batch to come will make
+
+    @staticmethod
+    def of(module: Any) -> InBackwardBatch | None:
+        """The one that a LightningModule's Trainer runs at this moment, if any."""
+        trainer = getattr(module, "_trainer", None)
+        loop = None if trainer is None else trainer.fit_loop.epoch_loop.manual_optimization
+        return loop if isinstance(loop, InBackwardBatch) else None
+
+    @classmethod
+    def install(cls, trainer: Trainer) -> None:
+        """Puts it in the place of the Trainer's own manual loop."""
+        epoch_loop = trainer.fit_loop.epoch_loop
+        batch = cls(trainer)
+        # A checkpoint of the automatic loop has not counted in the manual one, nor the other way round.
+        manual = epoch_loop.manual_optimization.optim_step_progress
+        shared = epoch_loop.automatic_optimization.optim_progress.optimizer.step
         for counter in ("ready", "completed"):
-            steps = max(getattr(automatic, counter), getattr(manual, counter))
-            setattr(automatic, counter, steps)
-            setattr(manual, counter, steps)
-        self._epoch_loop.manual_optimization = self
+            steps = max(getattr(shared.total, counter), getattr(manual.total, counter))
+            setattr(shared.total, counter, steps)
+        batch.optim_step_progress = shared
+        epoch_loop.manual_optimization = batch
 
     def uninstall(self) -> None:
-        self._epoch_loop.manual_optimization = self._replaced
+        """Gives the Trainer a manual loop of its own again."""
+        stock = _ManualOptimization(self.trainer)
+        stock.optim_step_progress = copy.deepcopy(self.optim_step_progress)
+        self._epoch_loop.manual_optimization = stock
 
     @property
-    def in_batch(self) -> bool:
+    def _epoch_loop(self) -> _TrainingEpochLoop:
+        # No attribute: `_Loop.state_dict` looks into every attribute that is a loop, and this one would be a cycle.
+        return self.trainer.fit_loop.epoch_loop
+
+    def await_batch(self) -> None:
+        """The next training batch is about to start, unless `on_train_batch_start` has skipped it."""
+        self._awaited_batch = self._started_batches + 1
+
+    @property
+    def in_progress(self) -> bool:
         """Whether a training batch has been started and its backward has not ended."""
+        return self._started_batches == self._awaited_batch
+
+    @property
+    def _started_batches(self) -> int:
         progress: Any = self._epoch_loop.batch_progress.total
-        return progress.processed < progress.started == progress.ready != self._finished_batch
+        return progress.started
+
+    def _finish(self) -> None:
+        self._awaited_batch = -1
+
+    @override
+    def on_run_start(self) -> None:
+        """Nothing: steps are counted here, not in `LightningOptimizer.step`, which not every batch calls once."""
 
     @override
     def advance(self, kwargs: OrderedDict) -> None:
+        trainer = self.trainer
         automatic = self._epoch_loop.automatic_optimization
         batch_idx = self._epoch_loop.batch_idx
-        optimizer = self.trainer.optimizers[0]
+        skips_backward = automatic._skip_backward
+        training_step = automatic._make_step_fn(kwargs)
+
+        def step() -> ClosureResult:
+            result = training_step()
+            if skips_backward or result.closure_loss is None:
+                self._finish()
+            return result
+
         closure = Closure(
-            step_fn=automatic._make_step_fn(kwargs),
-            backward_fn=self._backward,
-            zero_grad_fn=automatic._make_zero_grad_fn(batch_idx, optimizer),
+            step_fn=step,
+            backward_fn=None if skips_backward else self._backward,
+            zero_grad_fn=automatic._make_zero_grad_fn(batch_idx, trainer.optimizers[0]),
         )
         try:
-            if self.trainer.fit_loop._should_accumulate():
+            if trainer.fit_loop._should_accumulate():
                 closure()
             else:
                 automatic._optimizer_step(batch_idx, closure)
+                self._finish()
+                for optimizer in trainer.strategy._lightning_optimizers[1:]:  # stepped in the backward, too
+                    hook = (trainer.current_epoch, batch_idx, optimizer, lightning_optimizer.do_nothing_closure)
+                    _call_lightning_module_hook(trainer, "optimizer_step", *hook)
         finally:
             self._finish()
         result = closure.consume_result()
@@ -129,5 +171,18 @@ class _InBackwardBatch(_ManualOptimization):
         finally:
             self._finish()
 
-    def _finish(self) -> None:
-        self._finished_batch = self._epoch_loop.batch_progress.total.ready
+
+def configure_optimizers(module: LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """What Lightning's `_init_optimizers_and_lr_schedulers` does (2.6), except that it refuses several optimizers.
+
+    Automatic optimization would not know which of them a loss is for; here all of them step in its backward.
+    """
+    configured = _call_lightning_module_hook(module.trainer, "configure_optimizers", pl_module=module)
+    if configured is None:
+        rank_zero_warn("`LightningModule.configure_optimizers` returned `None`, this fit will run with no optimizer")
+        configured = lightning_optimizer._MockOptimizer()
+    optimizers, schedulers, monitor = lightning_optimizer._configure_optimizers(configured)
+    configs = lightning_optimizer._configure_schedulers_automatic_opt(schedulers, monitor)
+    lightning_optimizer._validate_optimizers_attached(optimizers, configs)
+    lightning_optimizer._validate_scheduler_api(configs, module)
+    return optimizers, configs

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from lightning_bwdopt import checks, sharding
 from lightning_bwdopt.clipping import NONFINITE_CHOICES, NonFinite, run_backward
-from lightning_bwdopt.mixin import OptimInBwdMixin
+from lightning_bwdopt.mixin import InBackwardBatch, OptimInBwdMixin, configure_optimizers
 from lightning_bwdopt.optimizer import OptimizerInBackward
 
 if TYPE_CHECKING:
@@ -59,7 +60,11 @@ class InBackwardStrategy(Strategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
+        if self._runs_manual_path():
+            assert isinstance(self.lightning_module, OptimInBwdMixin)
+            self.optimizers, self.lr_scheduler_configs = configure_optimizers(self.lightning_module)
+        else:
+            super().setup_optimizers(trainer)
         self.optimizers_in_backward = []
         if not self.enabled:
             return
@@ -67,8 +72,8 @@ class InBackwardStrategy(Strategy):
         assert module is not None
         clip = self._clip(trainer)
         for optimizer in self.optimizers:
-            if not isinstance(optimizer, Optimizer):
-                continue  # Lightning's stand-in for `configure_optimizers` returning `None`
+            if isinstance(optimizer, _MockOptimizer):
+                continue  # `configure_optimizers` returned `None`
             checks.foreign_parameters(optimizer, module)
             checks.trainable(optimizer)
             self.optimizers_in_backward.append(
@@ -116,8 +121,8 @@ class InBackwardStrategy(Strategy):
             core.parameter_names = names
             core.attach(calls_step=True)
         self._take_over_clipping()
-        if isinstance(module, OptimInBwdMixin):
-            module._enter_manual_path()
+        if self._runs_manual_path():
+            InBackwardBatch.install(module.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -125,6 +130,8 @@ class InBackwardStrategy(Strategy):
         for core in self.optimizers_in_backward:
             if core.attached:
                 core.attach()  # picks up what a callback has unfrozen or added
+        if (manual_path := InBackwardBatch.of(self.lightning_module)) is not None:
+            manual_path.await_batch()
 
     @override
     def on_train_end(self) -> None:
@@ -141,8 +148,8 @@ class InBackwardStrategy(Strategy):
         for core in self.optimizers_in_backward:
             core.remove()
         vars(self.precision_plugin).pop("clip_gradients", None)
-        if isinstance(self.lightning_module, OptimInBwdMixin):
-            self.lightning_module._leave_manual_path()
+        if (manual_path := InBackwardBatch.of(self.lightning_module)) is not None:
+            manual_path.uninstall()
 
     # One step -------------------------------------------------------------------------------------------------------
 
@@ -203,6 +210,10 @@ class InBackwardStrategy(Strategy):
                 " stepped them. Sum the losses and call backward once. (autograd says: a tensor was modified by an"
                 " inplace operation.)"
             ) from error
+
+    def _runs_manual_path(self) -> bool:
+        """Whether the mixin runs the batches."""
+        return self.enabled and isinstance(self.lightning_module, OptimInBwdMixin) and not self._is_user_manual()
 
     def _is_user_manual(self) -> bool:
         module = self.lightning_module

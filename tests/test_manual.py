@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers import Lit, Net, alive_gradients, loader, seeded, trainer
+from lightning.pytorch import LightningModule
+from observing import assert_same_runs, moved, observe
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from lightning_bwdopt import OptimInBwdMixin, SingleDeviceOptimInBwdStrategy
+
+
+class Manual(Lit):
+    """Steps its optimizer itself, in the way that a subclass says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.alive: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))]
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach().clone())
+        self.train_on(loss)
+        return loss
+
+    def train_on(self, loss: Tensor) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.alive.append(alive_gradients(self.parameters()))
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+class StepsTwice(Manual):
+    """A second `step()` finds nothing to do."""
+
+    def train_on(self, loss: Tensor) -> None:
+        super().train_on(loss)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        optimizer.step()
+
+
+class RawOptimizer(Manual):
+    """Calls the optimizer itself, which Lightning does not count."""
+
+    def train_on(self, loss: Tensor) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class WithClosure(Manual):
+    def train_on(self, loss: Tensor) -> None:
+        def closure() -> Tensor:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        self.optimizers().step(closure)
+
+
+class RetainsGraph(Manual):
+    def train_on(self, loss: Tensor) -> None:
+        self.manual_backward(loss, retain_graph=True)
+        assert loss.grad_fn is not None
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class SkipsBatches(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx % 2 else None
+
+
+class DisjointLosses(Manual):
+    """Two losses that share no parameter, with a backward call each and one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Net(depth=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        losses = [nn.functional.mse_loss(net(x), y) for net in (self.net, self.other)]
+        self.losses += [loss.detach().clone() for loss in losses]
+        for loss in losses:
+            self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize(
+    "module", [Manual, StepsTwice, RawOptimizer, WithClosure, RetainsGraph, SkipsBatches, DisjointLosses]
+)
+def test_user_code_that_steps_by_itself_gives_the_ordinary_run(module: type[Manual]) -> None:
+    limits: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "batches": 6}
+    run = assert_same_runs(module, **limits)
+    assert run["global_step"] == {RawOptimizer: 0, SkipsBatches: 3, StepsTwice: 12}.get(module, 6)
+    assert moved(run["weights"], module)
+
+
+def test_gradients_are_gone_when_manual_backward_returns() -> None:
+    module = seeded(Manual)
+    run = trainer(max_steps=3, strategy=SingleDeviceOptimInBwdStrategy())
+    run.fit(module, loader(), loader(2))
+    assert module.alive == [0, 0, 0]
+
+
+class SharedLosses(Manual):
+    """Two backward calls in a step that reach the same parameters, with one graph or with two."""
+
+    graphs = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.graphs == 1:
+            out = self.net(batch[0])
+            self.manual_backward(out.mean(), retain_graph=True)
+            self.manual_backward(out.square().mean())
+        else:
+            self.manual_backward(self.loss(batch))
+            self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_second_gradient_of_a_step_is_an_error_that_says_to_sum_the_losses(graphs: int) -> None:
+    module = seeded(SharedLosses)
+    module.graphs = graphs
+    run = trainer(max_steps=1, strategy=SingleDeviceOptimInBwdStrategy())
+    with pytest.raises(RuntimeError, match="Sum the losses and call backward once"):
+        run.fit(module, loader(), loader(2))
+
+
+class Gan(LightningModule):
+    """Generator and discriminator with an optimizer each; the discriminator trains every second batch."""
+
+    toggles = True
+    clips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = Net(depth=2)
+        self.discriminator = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.losses: list[Tensor] = []
+        self.rates: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(self.generator.parameters(), lr=1e-2),
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9),
+        ]
+
+    def optimize(self, optimizer: Any, loss_of: Callable[[], Tensor]) -> None:
+        if self.toggles:
+            self.toggle_optimizer(optimizer)
+        loss = loss_of()
+        self.losses.append(loss.detach().clone())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if self.clips:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        if self.toggles:
+            self.untoggle_optimizer(optimizer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        generator, discriminator = self.optimizers()
+        self.optimize(generator, lambda: softplus(-self.discriminator(self.generator(x))).mean())
+        if batch_idx % 2:
+            self.optimize(discriminator, lambda: self.discriminator_loss(x, y))
+
+    def discriminator_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        fake = self.generator(x).detach()
+        return softplus(-self.discriminator(y)).mean() + softplus(self.discriminator(fake)).mean()
+
+
+class UntoggledGan(Gan):
+    toggles = False
+
+
+class ClosureGan(Gan):
+    """As in the documentation of `LightningOptimizer.step`."""
+
+    def optimize(self, optimizer: Any, loss_of: Callable[[], Tensor]) -> None:
+        def closure() -> None:
+            loss = loss_of()
+            self.losses.append(loss.detach().clone())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+
+        with optimizer.toggle_model() if self.toggles else nullcontext():
+            optimizer.step(closure=closure)
+
+
+class UntoggledClosureGan(ClosureGan):
+    toggles = False
+
+
+HELD = "`manual_backward` was called with 2 optimizers and none toggled"
+
+
+@pytest.mark.parametrize("module", [Gan, UntoggledGan, ClosureGan, UntoggledClosureGan])
+def test_gan_equals_the_ordinary_run(module: type[Gan]) -> None:
+    run = assert_same_runs(module, max_steps=-1, max_epochs=2, batches=5, ignore=(HELD,))
+    assert run["global_step"] == 14
+    assert moved(run["weights"], module)
+    warned = observe("automatic", module, max_steps=-1, max_epochs=2, batches=5)["warnings"]
+    assert sum(text.startswith(HELD) and "self.toggle_optimizer(optimizer)" in text for text in warned) == (
+        not module.toggles
+    )
