@@ -91,7 +91,7 @@ class InBackwardStrategy(Strategy):
         checks.clipping(value, self.gradient_clipping)
         if not value or self.gradient_clipping != "exact":
             return None
-        return ("value" if trainer.gradient_clip_algorithm == "value" else "norm", float(value))
+        return (_kind(trainer.gradient_clip_algorithm), float(value))
 
     def _remap_optimizers(self, names: WeakIdKeyDictionary) -> None:
         """Gives optimizers that were built before sharding the parameters that sharding put in place.
@@ -257,9 +257,9 @@ class InBackwardStrategy(Strategy):
             self._warn_clipping_disabled(clip_val)
         elif self.gradient_clipping == "error":
             checks.clipping(clip_val, "error")
-        elif self._clip(module.trainer) != (str(gradient_clip_algorithm), clip_val):
+        elif self._clip(module.trainer) != (_kind(gradient_clip_algorithm), clip_val):
             raise MisconfigurationException(
-                f"`clip_gradients({clip_val}, {str(gradient_clip_algorithm)!r})` came after the optimizer had stepped"
+                f"`clip_gradients({clip_val}, {_kind(gradient_clip_algorithm)!r})` came after the optimizer had stepped"
                 " in backward. With `gradient_clipping='exact'`, set `Trainer(gradient_clip_val=…)` instead, which"
                 " clips before the step."
             )
@@ -277,6 +277,11 @@ class InBackwardStrategy(Strategy):
         if topic not in self._warned:
             self._warned.add(topic)
             rank_zero_warn(message)
+
+
+def _kind(algorithm: Any) -> str:
+    """Lightning's `gradient_clip_algorithm`, a string enum or `None`, as the core names it."""
+    return "value" if algorithm == "value" else "norm"
 
 
 def remember_names(module: nn.Module) -> WeakIdKeyDictionary:

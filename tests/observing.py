@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import Lit, assert_equal, full, loader, seeded, trainer
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
+from helpers import Lit, assert_equal, full, loader, seeded, trainer
 from lightning_bwdopt import FSDPOptimInBwdStrategy, OptimInBwdMixin, SingleDeviceOptimInBwdStrategy
 
 LOOPS = ("automatic", "manual")  # the loops of the mode: a plain module's, the mixin's

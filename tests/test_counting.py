@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+
 from observing import assert_same_runs
 
 

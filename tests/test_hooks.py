@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Lit
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+
+from helpers import Lit
 from observing import assert_same_runs
 
 OPTIMIZATION = ["backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"]

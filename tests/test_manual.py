@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Lit, Net, alive_gradients, loader, seeded, trainer
 from lightning.pytorch import LightningModule
-from observing import assert_same_runs, moved, observe
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from helpers import Lit, Net, alive_gradients, assert_equal, loader, seeded, trainer
 from lightning_bwdopt import OptimInBwdMixin, SingleDeviceOptimInBwdStrategy
+from observing import assert_same_runs, moved, observe
 
 
 class Manual(Lit):
@@ -228,3 +228,175 @@ def test_gan_equals_the_ordinary_run(module: type[Gan]) -> None:
     assert sum(text.startswith(HELD) and "self.toggle_optimizer(optimizer)" in text for text in warned) == (
         not module.toggles
     )
+
+
+class ReturnsLoss(Lit):
+    """Two optimizers for one loss, which only the mixin takes with automatic optimization."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.net.blocks.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if not any(p is m for m in matrices)]
+        optimizers = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in optimizers]
+        return [
+            {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True)
+        ]
+
+
+class StepsBoth(ReturnsLoss):
+    """The same, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        first, second = self.optimizers()
+        self.manual_backward(loss)
+        for optimizer in (first._optimizer, second):  # counted once
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        return loss
+
+
+def test_returned_loss_steps_all_optimizers_of_the_mixin() -> None:
+    ordinary = observe("ordinary", StepsBoth, max_steps=5)
+    run = observe("manual", ReturnsLoss, max_steps=5)
+    for key in ("losses", "rates", "weights", "state", "groups", "global_step", "schedulers", "logged"):
+        assert_equal(run[key], ordinary[key], key)
+    assert run["global_step"] == 5
+
+
+def test_returned_loss_steps_all_optimizers_with_accumulation_and_clipping() -> None:
+    """Against one optimizer of all parameters, which is the same thing for equal hyperparameters."""
+
+    def one(self: Any) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def two(self: Any) -> Any:
+        params = list(self.parameters())
+        return [torch.optim.SGD(params[i::2], lr=0.1, momentum=0.9) for i in range(2)]
+
+    limits: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "batches": 5, "accumulate_grad_batches": 2}
+    clip: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ordinary = observe("ordinary", type("Lit", (Lit,), {"configure_optimizers": one}), **limits, **clip)
+    module = type("Lit", (Lit,), {"configure_optimizers": two})
+    run = observe("manual", module, options={"gradient_clipping": "exact"}, **limits, **clip)
+    assert_equal(run["weights"], ordinary["weights"])
+    assert run["global_step"] == ordinary["global_step"] == 3
+
+
+def test_several_optimizers_without_the_mixin_are_refused_as_in_the_ordinary_run() -> None:
+    for loop in ("ordinary", "automatic"):
+        with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+            observe(loop, ReturnsLoss)
+
+
+class NoOptimizer(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class ManualWithoutOptimizer(NoOptimizer):
+    """Trains a net with an optimizer that Lightning does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.own = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.own.zero_grad()
+        self.manual_backward(loss)
+        self.own.step()
+
+
+@pytest.mark.parametrize("module", [NoOptimizer, ManualWithoutOptimizer])
+def test_no_optimizer_is_no_optimizer(module: type[LightningModule]) -> None:
+    run = assert_same_runs(module, max_steps=-1, max_epochs=1, batches=3)
+    assert len(run["losses"]) == 3
+    assert sum("returned `None`, this fit will run with no optimizer" in text for text in run["warnings"]) == 1
+
+
+class SkipsRestOfEpoch(Lit):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+class SkipsSteps(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("module", [SkipsRestOfEpoch, SkipsSteps])
+def test_skipping_works_as_in_the_ordinary_run(module: type[Lit], accumulate: int) -> None:
+    assert_same_runs(
+        module,
+        max_steps=-1,
+        max_epochs=3,
+        batches=4,
+        accumulate_grad_batches=accumulate,
+        ignore=("`accumulate_grad_batches=", "`training_step` returned `None`"),  # Lightning warns once per process
+    )
+
+
+class WatchesItself(OptimInBwdMixin, Lit):
+    """Keeps `automatic_optimization` where the user's code can see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, bool] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen["training_step"] = self.automatic_optimization
+        return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.seen["on_before_backward"] = self.automatic_optimization
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen["on_before_optimizer_step"] = self.automatic_optimization
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen["on_train_batch_end"] = self.automatic_optimization
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.seen["on_validation_batch_start"] = self.automatic_optimization
+
+
+def test_optimization_is_manual_from_a_batch_to_the_end_of_its_backward() -> None:
+    module = seeded(WatchesItself)
+    run = trainer(max_steps=3, strategy=SingleDeviceOptimInBwdStrategy())
+    run.fit(module, loader(3), loader(2))
+    assert module.seen == {
+        "training_step": False,
+        "on_before_backward": False,
+        "on_before_optimizer_step": True,
+        "on_train_batch_end": True,
+        "on_validation_batch_start": True,
+    }
+    assert module.automatic_optimization
+    ordinary = seeded(WatchesItself)
+    trainer(max_steps=3, strategy=SingleDeviceOptimInBwdStrategy(enabled=False)).fit(ordinary, loader(3), loader(2))
+    assert len(ordinary.seen) == 5
+    assert all(ordinary.seen.values())
+
+
+def test_wrong_order_of_base_classes_is_refused_at_class_creation() -> None:
+    with pytest.raises(TypeError, match=r"Write `class Wrong\(OptimInBwdMixin, LightningModule\)`"):
+        type("Wrong", (LightningModule, OptimInBwdMixin), {})
+    with pytest.raises(TypeError, match="names `LightningModule` before `OptimInBwdMixin`"):
+        type("AlsoWrong", (Lit, OptimInBwdMixin), {})

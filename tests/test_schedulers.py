@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Lit, seeded
 from lightning.pytorch.callbacks import LearningRateMonitor
-from observing import assert_same_runs
 from torch.optim import lr_scheduler as schedulers
 
+from helpers import Lit, seeded
 from lightning_bwdopt.callbacks import OptimInBwdMonitor
+from observing import assert_same_runs
 
 
 def _groups(module: Any) -> list[dict[str, Any]]:
