@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_bwdopt.sharding import class_name, meta_parameters
+from lightning_bwdopt.sharding import class_name
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -73,6 +73,46 @@ def no_shard() -> None:
         "`sharding_strategy='NO_SHARD'` does not exist in FSDP2: with nothing sharded there is no strategy for several"
         " devices here. Use `'SHARD_GRAD_OP'`, or `strategy='single_device_optim_in_bwd'` on one device."
     )
+
+
+def parallel_sizes(data_parallel_size: int, tensor_parallel_size: int, world_size: int) -> None:
+    """Each rank has one place in the mesh of data-parallel and tensor-parallel ranks."""
+    if data_parallel_size < 1 or tensor_parallel_size < 1 or data_parallel_size * tensor_parallel_size != world_size:
+        raise ValueError(
+            f"`data_parallel_size={data_parallel_size}` times `tensor_parallel_size={tensor_parallel_size}` is"
+            f" {data_parallel_size * tensor_parallel_size} ranks, and there are {world_size}. Choose sizes whose"
+            f" product is {world_size}; `data_parallel_size='auto'` is the world size over `tensor_parallel_size`."
+        )
+
+
+def hybrid_on_one_node(num_nodes: int, num_processes: int) -> None:
+    """`HYBRID_SHARD` without sizes replicates across nodes, and there is one."""
+    if num_nodes == 1:
+        raise ValueError(
+            f"`sharding_strategy='HYBRID_SHARD'` without `device_mesh` shards inside each node and replicates across"
+            f" nodes, and there is one node of {num_processes} ranks: nothing would be replicated. Pass"
+            " `device_mesh=(replicate, shard)`, or use `'FULL_SHARD'`."
+        )
+
+
+def hybrid_tensor_parallel(sharding_strategy: str, tensor_parallel_size: object) -> None:
+    """`HYBRID_SHARD` takes all ranks for its two mesh dimensions."""
+    if sharding_strategy == "HYBRID_SHARD" and tensor_parallel_size != 1:
+        raise ValueError(
+            f"`sharding_strategy='HYBRID_SHARD'` and `tensor_parallel_size={tensor_parallel_size}` would need a mesh of"
+            " three dimensions. Use `'FULL_SHARD'` beside tensor parallelism, or apply `fully_shard` with a mesh of"
+            " your own in `configure_model`."
+        )
+
+
+def offload_race(device: torch.device, torch_version: str) -> None:
+    """Host offload before torch 2.13: the hooks would read gradients that are still being copied."""
+    if device.type != "cpu" and tuple(map(int, torch_version.split(".")[:2])) < (2, 13):
+        raise MisconfigurationException(
+            f"`cpu_offload` with torch `{torch_version}`: FSDP2 hands a gradient to the optimizer in backward while its"
+            " copy to the host is in flight (pytorch#180666), which gives silently wrong updates. Use torch 2.13 or"
+            " newer, or `enabled=False`."
+        )
 
 
 def hybrid_mesh(sharding_strategy: str, device_mesh: Sequence[int] | None, world_size: int | None = None) -> None:
@@ -178,12 +218,14 @@ def directly_owned_parameters(module: LightningModule) -> None:
         )
 
 
-def parameters_on_meta(module: nn.Module) -> None:
-    """Parameters without data, which would train as garbage."""
-    if names := meta_parameters(module):
+def parameters_on_meta(names: Sequence[str]) -> None:
+    """Parameters and buffers without data, which would train as garbage."""
+    if names:
         raise RuntimeError(
-            f"{len(names)} parameters or buffers have no data after `configure_model`: {', '.join(names[:5])}. Load"
-            " them there, or give their module a `reset_parameters` method, which is called once it is on its device."
+            f"{len(names)} parameters or buffers are on the `meta` device, without data, after `configure_model`:"
+            f" {', '.join(f'`{name}`' for name in names[:5])}{', …' if len(names) > 5 else ''}. Load them there"
+            " (`lightning_bwdopt.loading.load_pretrained`), or give their module a `reset_parameters` method, which is"
+            " called to fill them."
         )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, always_wrap_policy
+from torch.utils._pytree import tree_map_only
 
-WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool]
+WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy
 
 
 def find_blocks(root: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Module]:
@@ -19,21 +24,22 @@ def find_blocks(root: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Mo
 
     Args:
         root: Any module.
-        policy: Module classes; or a callable that takes a module and returns whether it is a block (a callable with a
-            ``recurse`` argument is called as FSDP's own wrap policies are); ``None``: what the model names itself
-            (``_no_split_modules`` of ``transformers``), and the children of every ``ModuleList`` or ``Sequential``
-            that has at least two, all of one class and with parameters. Outermost match first.
+        policy: Module classes; or a callable that takes a module and returns whether it is a block; or one of FSDP1's
+            policies (``torch.distributed.fsdp.wrap``); ``None``: what the model names itself (``_no_split_modules`` of
+            ``transformers``), and the children of every ``ModuleList`` or ``Sequential`` that has at least two, all of
+            one class and with parameters. Outermost match first.
 
     Returns:
         Blocks in the order of ``root.modules()``, without those that share a parameter with the rest of the model:
-        tied weights must stay in one unit.
+        tied weights must stay in one unit. A container that cannot be called is never a block.
 
     Raises:
+        TypeError: an entry that is no module class.
         ValueError: a policy that matches nothing.
     """
-    is_block = _as_predicate(root, policy)
-    blocks = list(_outermost(root, is_block)) if policy is None else [m for m in root.modules() if is_block(m)]
-    blocks = [block for block in blocks if block is not root and any(True for _ in block.parameters())]
+    matches = _automatic(root) if policy is None else _matching(root, policy)
+    wanted = {id(module) for module in matches if module is not root and _can_be_unit(module)}
+    blocks = [module for module in root.modules() if id(module) in wanted]
     if policy is not None and not blocks:
         classes = sorted({type(m).__name__ for m in root.modules() if m is not root})
         raise ValueError(
@@ -43,25 +49,17 @@ def find_blocks(root: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Mo
     return [block for block in blocks if not _shares_parameters(root, block)]
 
 
-def _as_predicate(root: nn.Module, policy: WrapPolicy | None) -> Callable[[nn.Module], bool]:
-    if policy is None:
-        repeated = {id(child) for module in root.modules() if _is_repeated(module) for child in module.children()}
-        named = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        return lambda module: id(module) in repeated or type(module).__name__ in named
-    if not callable(policy):
-        classes = tuple(policy)
-        for entry in classes:
-            if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-                raise TypeError(
-                    f"`auto_wrap_policy` has the entry `{entry!r}`, which is not a module class. Name classes, as in"
-                    " `{torch.nn.TransformerEncoderLayer}`."
-                )
-        return lambda module: isinstance(module, classes)
-    if "recurse" in inspect.signature(policy).parameters:  # torch.distributed.fsdp.wrap's protocol
-        return lambda module: bool(
-            policy(module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters()))
-        )
-    return lambda module: bool(policy(module))
+def _can_be_unit(module: nn.Module) -> bool:
+    # FSDP2 gathers parameters in the module's forward, which these do not have.
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        return False
+    return any(True for _ in module.parameters())
+
+
+def _automatic(root: nn.Module) -> Iterator[nn.Module]:
+    repeated = {id(child) for module in root.modules() if _is_repeated(module) for child in module.children()}
+    named = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return _outermost(root, lambda module: id(module) in repeated or type(module).__name__ in named)
 
 
 def _is_repeated(module: nn.Module) -> bool:
@@ -70,7 +68,7 @@ def _is_repeated(module: nn.Module) -> bool:
         isinstance(module, nn.ModuleList | nn.Sequential)
         and len(children) >= 2
         and len({type(child) for child in children}) == 1
-        and all(any(True for _ in child.parameters()) for child in children)
+        and all(map(_can_be_unit, children))
     )
 
 
@@ -82,6 +80,45 @@ def _outermost(module: nn.Module, is_block: Callable[[nn.Module], bool]) -> Iter
             yield from _outermost(child, is_block)
 
 
+def _matching(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+    if isinstance(policy, CustomPolicy):
+        # Its only interface, private in torch 2.13: a dict from the modules to wrap to FSDP1 arguments for each.
+        chosen = policy._run_policy(root, ignored_modules=set(), root_kwargs={})
+        if arguments := next((arguments for arguments in chosen.values() if arguments), None):
+            raise ValueError(
+                f"`auto_wrap_policy` is a `CustomPolicy` that returns the FSDP1 arguments `{arguments!r}` for a module,"
+                " and all units of this strategy have the same options. Return `True` instead, or apply `fully_shard`"
+                " yourself in `configure_model`."
+            )
+        return list(chosen)
+    if not callable(policy):
+        classes = tuple(policy)
+        for entry in classes:
+            if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+                raise TypeError(
+                    f"`auto_wrap_policy` has the entry `{entry!r}`, which is not a module class. Name classes, as in"
+                    " `{torch.nn.TransformerEncoderLayer}`."
+                )
+        return [module for module in root.modules() if isinstance(module, classes)]
+    if "recurse" in inspect.signature(policy).parameters or policy is always_wrap_policy:
+        matches: list[nn.Module] = []
+        _apply_fsdp1_policy(root, policy, matches)
+        return matches
+    return [module for module in root.modules() if policy(module)]
+
+
+def _apply_fsdp1_policy(module: nn.Module, policy: Callable[..., bool], matches: list[nn.Module]) -> int:
+    """Asks a policy as FSDP1 does, children first; how many elements of ``module`` are in a match."""
+    total = sum(p.numel() for p in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=total):
+        return 0
+    wrapped = sum(_apply_fsdp1_policy(child, policy, matches) for child in module.children())
+    if not policy(module=module, recurse=False, nonwrapped_numel=total - wrapped):
+        return wrapped
+    matches.append(module)
+    return total
+
+
 def _shares_parameters(root: nn.Module, block: nn.Module) -> bool:
     inside = {id(module) for module in block.modules()}
     own = {id(p) for p in block.parameters()}
@@ -90,7 +127,14 @@ def _shares_parameters(root: nn.Module, block: nn.Module) -> bool:
     )
 
 
-def shard(root: nn.Module, blocks: Iterable[nn.Module], *, root_reshards: bool = False, **options: Any) -> None:
+def shard(
+    root: nn.Module,
+    blocks: Iterable[nn.Module],
+    *,
+    root_reshards: bool = False,
+    root_steps: bool = False,
+    **options: Any,
+) -> None:
     """Applies ``fully_shard`` to each block, innermost first, then to ``root`` for what remains.
 
     Args:
@@ -98,6 +142,7 @@ def shard(root: nn.Module, blocks: Iterable[nn.Module], *, root_reshards: bool =
         blocks: Modules inside it.
         root_reshards: Free the root's own parameters after forward, too. FSDP2 keeps them by default, since backward
             needs them first.
+        root_steps: The root's forward is a whole step with its loss: cast at its children (:func:`cast_at_children`).
         **options: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy`` of ``fully_shard``.
 
     Raises:
@@ -110,7 +155,41 @@ def shard(root: nn.Module, blocks: Iterable[nn.Module], *, root_reshards: bool =
         )
     for block in reversed(list(blocks)):
         fully_shard(block, **options)
+    if isinstance(policy := options.get("mp_policy"), MixedPrecisionPolicy) and root_steps:
+        options["mp_policy"] = cast_at_children(root, policy)
     fully_shard(root, **{**options, "reshard_after_forward": options["reshard_after_forward"] and root_reshards})
+
+
+def cast_at_children(module: nn.Module, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Moves the casts of a policy from a LightningModule to its children that are called.
+
+    ``fully_shard`` casts what goes into a module and what comes out. Around a whole ``training_step`` that would round
+    the targets too, and compute the loss in the parameters' dtype before casting it.
+
+    Returns:
+        The policy for the module itself.
+    """
+    for child in called_children(module):
+        if isinstance(child, FSDPModule):
+            continue  # casts by itself
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            cast_inputs = partial(_cast_inputs, dtype=policy.param_dtype)
+            child.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        if policy.output_dtype is not None:
+            child.register_forward_hook(partial(_cast_outputs, dtype=policy.output_dtype))
+    return dataclasses.replace(policy, cast_forward_inputs=False, output_dtype=None)
+
+
+def _cast_inputs(_: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> Any:
+    return _cast((args, kwargs), dtype)
+
+
+def _cast_outputs(_: nn.Module, args: Any, output: Any, *, dtype: torch.dtype) -> Any:
+    return _cast(output, dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 def called_children(module: nn.Module) -> list[nn.Module]:
@@ -151,30 +230,46 @@ def is_sharded(root: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in root.modules())
 
 
-def units_of(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[list[Tensor]]:
+def named_units(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[tuple[str, list[Tensor]]]:
     """The parameters that step together: each FSDP module's own; without FSDP each block's, then each other module's.
 
     A parameter is in the first unit that has it, innermost modules first.
+
+    Returns:
+        ``(class of the module, parameters)`` of each unit; parameters are whole tensors or DTensors.
     """
     if is_sharded(root):
         owners = [module for module in reversed(list(root.modules())) if isinstance(module, FSDPModule)]
-        return _partition(owner.parameters() for owner in owners)
-    modules = [block.parameters() for block in blocks]
-    return _partition([*modules, *(module.parameters(recurse=False) for module in root.modules())])
+        return _partition((class_name(owner), owner.parameters()) for owner in owners)
+    named = [(class_name(block), block.parameters()) for block in blocks]
+    rest = [(class_name(module), module.parameters(recurse=False)) for module in root.modules()]
+    return _partition([*named, *rest])
 
 
-def _partition(candidates: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
+def units_of(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[list[Tensor]]:
+    """The parameters of each of :func:`named_units`."""
+    return [params for _, params in named_units(root, blocks)]
+
+
+def describe_units(units: Iterable[tuple[str, list[Tensor]]]) -> str:
+    """The units with their sizes, equal ones together: ``2 x Block (3.5 M parameters each), Head (0.1 M)``."""
+    counts = Counter((name, sum(p.numel() for p in params)) for name, params in units)
+    return ", ".join(
+        f"{count} x {name} ({_count(size)} parameters each)" if count > 1 else f"{name} ({_count(size)})"
+        for (name, size), count in counts.items()
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else str(number)
+
+
+def _partition(candidates: Iterable[tuple[str, Iterable[Tensor]]]) -> list[tuple[str, list[Tensor]]]:
     seen: set[int] = set()
-    units: list[list[Tensor]] = []
-    for params in candidates:
+    units: list[tuple[str, list[Tensor]]] = []
+    for name, params in candidates:
         unit = [p for p in params if id(p) not in seen]
         seen.update(map(id, unit))
         if unit:
-            units.append(unit)
+            units.append((name, unit))
     return units
-
-
-def meta_parameters(root: nn.Module) -> list[str]:
-    """Names of parameters and buffers that have no data."""
-    tensors = [*root.named_parameters(), *root.named_buffers()]
-    return [name for name, tensor in tensors if tensor.device == torch.device("meta")]

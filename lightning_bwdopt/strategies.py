@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_bwdopt import checks, sharding
+from lightning_bwdopt import checks, loading, sharding
 from lightning_bwdopt.clipping import NonFinite
 from lightning_bwdopt.mode import GradientClipping, Granularity, InBackwardStrategy, remember_names
+from lightning_bwdopt.views import local_tensor
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import _StrategyRegistry
@@ -38,13 +39,15 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
 
     Args:
         enabled: The mode. ``False`` is ordinary FSDP2 with the same sharding, to compare with.
-        auto_wrap_policy: Which modules are sharded by themselves: a set of classes, or a callable that is given a
-            module. ``None``: the repeated blocks, found. Ignored where ``configure_model`` applied ``fully_shard``.
+        auto_wrap_policy: Which modules are sharded by themselves: a set of classes, a callable that is given a
+            module, or a policy of ``torch.distributed.fsdp.wrap``. ``None``: the repeated blocks, found. Ignored where
+            ``configure_model`` applied ``fully_shard``.
         activation_checkpointing_policy: Classes of modules whose activations are recomputed in backward.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (parameters stay gathered between forward and
             backward) or ``"HYBRID_SHARD"`` (sharded inside groups of ranks, replicated across them).
         device_mesh: ``(replicate, shard)`` sizes for ``"HYBRID_SHARD"``.
-        cpu_offload: Keep parameters, gradients and optimizer state on the host, and step there.
+        cpu_offload: Keep parameters, gradients and optimizer state on the host, and step there. ``True``: in pinned
+            memory; a ``torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)`` saves that.
         mp_policy: A ``torch.distributed.fsdp.MixedPrecisionPolicy``, or a dict of its fields with dtypes by name.
             ``None`` follows ``Trainer(precision=…)``.
         state_dict_type: ``"full"``: checkpoints are one file, written by rank 0; ``"sharded"``: a folder, written by
@@ -75,11 +78,11 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
         self,
         *,
         enabled: bool = True,
-        auto_wrap_policy: Collection[type[nn.Module]] | Callable[..., bool] | None = None,
+        auto_wrap_policy: sharding.WrapPolicy | None = None,
         activation_checkpointing_policy: Collection[type[nn.Module]] | None = None,
         sharding_strategy: ShardingStrategy = "FULL_SHARD",
         device_mesh: tuple[int, int] | None = None,
-        cpu_offload: bool = False,
+        cpu_offload: bool | CPUOffloadPolicy = False,
         mp_policy: MixedPrecisionPolicy | dict[str, Any] | None = None,
         state_dict_type: Literal["full", "sharded"] = "full",
         data_parallel_size: Literal["auto"] | int = "auto",
@@ -99,6 +102,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
         checks.choice("sharding_strategy", sharding_strategy, ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"))
         checks.choice("state_dict_type", state_dict_type, ("full", "sharded"))
         checks.hybrid_mesh(sharding_strategy, device_mesh)
+        checks.hybrid_tensor_parallel(sharding_strategy, tensor_parallel_size)
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
@@ -118,14 +122,24 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        world_size, tensor_parallel = self.num_nodes * self.num_processes, self._tensor_parallel_size
+        assert isinstance(tensor_parallel, int)
         if self._data_parallel_size == "auto":
-            assert isinstance(self._tensor_parallel_size, int)
-            self._data_parallel_size = self.num_nodes * self.num_processes // self._tensor_parallel_size
+            self._data_parallel_size = world_size // max(tensor_parallel, 1)
+        checks.parallel_sizes(self._data_parallel_size, tensor_parallel, world_size)
         super().setup_environment()
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        # Offloaded shards are reduced and gathered on the host, for the gradient norm and for full checkpoints.
+        return "cpu:gloo,cuda:nccl" if self.cpu_offload and backend == "nccl" else backend
 
     def _sharding_mesh(self) -> DeviceMesh:
         if self.sharding_strategy != "HYBRID_SHARD":
             return self.device_mesh["data_parallel"]
+        if self._hybrid_sizes is None:
+            checks.hybrid_on_one_node(self.num_nodes, self.num_processes)
         sizes = self._hybrid_sizes or (self.num_nodes, self.num_processes)
         checks.hybrid_mesh(self.sharding_strategy, sizes, self.world_size)
         return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replicate", "shard"))
@@ -146,17 +160,18 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
         checks.weight_averaging_callbacks(trainer)
         if self.enabled:
             checks.grad_scaler(self.precision_plugin)
+            if self.cpu_offload:
+                checks.offload_race(self.root_device, torch.__version__)
 
-        names = remember_names(module)
-        self.model = self.precision_plugin.convert_module(self.model)
-        if not sharding.is_sharded(module):
-            self._shard()
-        _materialize_distributed_module(module, self.root_device)
-        checks.parameters_on_meta(module)
+        # A weak reference would keep `Module.to` from replacing parameters that are sharded already.
+        names = WeakIdKeyDictionary() if sharding.is_sharded(module) else remember_names(module)
+        self.shard()
+        checks.parameters_on_meta(loading.initialize(module))
         self.model_to_device()
         self.barrier()
 
         if trainer.state.fn == TrainerFn.FITTING:
+            log_units(sharding.named_units(module))
             self._names_before_sharding = names
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -172,31 +187,45 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
         for buffer in self.model.buffers():  # `fully_shard` keeps the parameters on the host
             buffer.data = buffer.data.to(self.root_device)
 
-    def _shard(self) -> None:
+    def shard(self) -> None:
+        """Shards the LightningModule as the strategy does after ``configure_model``, for calling it in that hook.
+
+        Needed only where weights are loaded into a model built on the meta device
+        (:func:`lightning_bwdopt.loading.load_pretrained`). Does nothing where ``fully_shard`` has been applied.
+        """
         module = self.lightning_module
         assert module is not None
+        self.model = self.precision_plugin.convert_module(module)
+        if sharding.is_sharded(module):
+            return
         if self.activation_checkpointing_policy:
             sharding.checkpoint_activations(module, self.activation_checkpointing_policy)
         options: dict[str, Any] = {
             "mesh": self._sharding_mesh(),
             "reshard_after_forward": self.sharding_strategy != "SHARD_GRAD_OP",
             "mp_policy": self._mixed_precision(),
-            "offload_policy": CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
-            if self.cpu_offload
-            else OffloadPolicy(),
+            "offload_policy": self._offload_policy(),
         }
+        blocks = sharding.find_blocks(module, self.auto_wrap_policy)
         if self._is_user_manual():
             # Its backward runs inside `training_step`; a root around it would not have reduced its gradients yet.
             checks.directly_owned_parameters(module)
             for child in sharding.called_children(module):
-                sharding.shard(child, sharding.find_blocks(child), root_reshards=True, **options)
+                inside = set(child.modules()) - {child}
+                sharding.shard(child, [block for block in blocks if block in inside], root_reshards=True, **options)
         else:
-            sharding.shard(module, sharding.find_blocks(module, self.auto_wrap_policy), **options)
+            sharding.shard(module, blocks, root_steps=True, **options)
         if self.sharding_strategy == "HYBRID_SHARD" and self.enabled:
             rank_zero_warn(
                 "`sharding_strategy='HYBRID_SHARD'`: FSDP2 keeps every unit's all-reduce buffer until backward ends, so"
                 " stepping in backward gives the ordinary result and saves no memory."
             )
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.cpu_offload:
+            return OffloadPolicy()
+        pin = self.root_device.type != "cpu"  # pinning needs an accelerator
+        return CPUOffloadPolicy(pin and (self.cpu_offload is True or self.cpu_offload.pin_memory))
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         if self.mp_policy is not None:
@@ -308,11 +337,27 @@ class SingleDeviceOptimInBwdStrategy(InBackwardStrategy, SingleDeviceStrategy):
             checks.grad_scaler(self.precision_plugin)
         self._blocks = sharding.find_blocks(self.lightning_module)
         super().setup(trainer)
+        if self.enabled and trainer.state.fn == TrainerFn.FITTING:
+            log_units(sharding.named_units(self.lightning_module, self._blocks))
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         _register(strategy_registry, cls.strategy_name, cls, "One device with the optimizer in backward")
+
+
+def log_units(units: list[tuple[str, list[Tensor]]]) -> None:
+    """Says once, at start, what steps together, and what little there is to gain where most is frozen."""
+    rank_zero_info(f"{len(units)} units: {sharding.describe_units(units)}.")
+    params = [p for _, unit in units for p in unit]
+    trainable = [p for p in params if p.requires_grad]
+    total, moving = (sum(p.numel() for p in some) for some in (params, trainable))
+    if moving < total / 2:
+        size = sum(local_tensor(p).nbytes for p in trainable)
+        rank_zero_info(
+            f"{moving:,} of {total:,} parameters ({moving / total:.1%}) are trainable. Their gradients take"
+            f" {size / 2**20:.1f} MiB on this rank, which is all that the optimizer in backward can save here."
+        )
 
 
 def _register(registry: _StrategyRegistry, name: str, strategy: type, description: str, **arguments: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 _MISSING = object()
@@ -141,6 +142,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def shard_like(local: Tensor, param: Tensor) -> DTensor:
+    """A DTensor that is sharded as ``param`` is and has ``local`` as this rank's shard."""
+    assert isinstance(param, DTensor)
+    # Not `DTensor.from_local`: it moves `local` to the mesh's type of device, away from a parameter that is offloaded
+    # to the host. The global shape and stride are the parameter's: they cannot be inferred from uneven shards.
+    meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False)
+
+
 def same_class(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer of the same class and attributes with other groups, made without running its constructor."""
     view: Optimizer = object.__new__(type(optimizer))
@@ -193,12 +203,7 @@ class _ParameterState(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if isinstance(value, Tensor) and value.shape == self._local.shape:
-            # The global shape and stride are the parameter's: they cannot be inferred from uneven shards.
-            param = self._param
-            assert isinstance(param, DTensor)
-            value = DTensor.from_local(
-                value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-            )
+            value = shard_like(value, self._param)
         self._entry[key] = value
 
     def __delitem__(self, key: str) -> None:

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from helpers import Block, Net, run_distributed
 from lightning_bwdopt import sharding
@@ -47,15 +54,97 @@ def test_blocks_that_share_a_parameter_stay_with_the_rest() -> None:
         lambda module: isinstance(module, Block),
         ModuleWrapPolicy({Block}),
         partial(size_based_auto_wrap_policy, min_num_params=170),
+        partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+        CustomPolicy(lambda module: isinstance(module, Block)),
     ],
-    ids=["classes", "callable", "wrap_policy", "size"],
+    ids=["classes", "callable", "wrap_policy", "size", "transformer", "lambda", "custom"],
 )
 def test_policies(policy: object) -> None:
     net = Net()
     assert names(net, sharding.find_blocks(net, policy)) == ["blocks.0", "blocks.1", "blocks.2"]  # type: ignore[arg-type]
 
 
+def test_policies_nest_and_skip_what_cannot_be_called() -> None:
+    net = Net()
+    every = names(net, sharding.find_blocks(net, always_wrap_policy))
+    assert every == [name for name, module in net.named_modules() if name and name != "blocks" and name != "dropout"]
+    # Counted without what is wrapped already: 177 elements in each block, none left for the list around them.
+    sizes = partial(size_based_auto_wrap_policy, min_num_params=100)
+    assert names(net, sharding.find_blocks(net, sizes)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_lists_in_lists() -> None:
+    """A list cannot be gathered: nothing calls it."""
+    root = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
+    assert names(root, sharding.find_blocks(root)) == ["0.0", "0.1", "1.0", "1.1"]
+    flat = nn.Sequential(*(Block() for _ in range(3)))
+    assert names(flat, sharding.find_blocks(flat)) == ["0", "1", "2"]
+
+
+def test_torch_transformer() -> None:
+    with torch.device("meta"):
+        model = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
+    layers = [f"encoder.layers.{i}" for i in range(2)] + [f"decoder.layers.{i}" for i in range(3)]
+    assert names(model, sharding.find_blocks(model)) == layers
+
+
+TINY = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODELS = {
+    "Llama": (
+        "LlamaForCausalLM",
+        {**TINY, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        ["model.layers.0", "model.layers.1"],
+    ),
+    "GPT2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": 32, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},
+        ["transformer.h.0", "transformer.h.1"],
+    ),
+    "T5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2},
+        ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
+    ),
+    "ViT": (
+        "ViTForImageClassification",
+        {**TINY, "image_size": 16, "patch_size": 8},
+        ["vit.embeddings", "vit.layers.0", "vit.layers.1"],
+    ),
+    "Mixtral": (
+        "MixtralForCausalLM",
+        {**TINY, "num_key_value_heads": 2, "num_local_experts": 2},
+        ["model.layers.0", "model.layers.1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_models(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind, settings, expected = MODELS[name]
+    settings = {key: value for key, value in settings.items() if name != "ViT" or key != "vocab_size"}
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**settings))
+    blocks = sharding.find_blocks(model)
+    assert names(model, blocks) == expected
+    units = sharding.units_of(model, blocks)
+    params = [id(p) for unit in units for p in unit]
+    assert sorted(params) == sorted(id(p) for p in model.parameters())
+
+
+def test_units_are_described_with_their_sizes() -> None:
+    net = Net()
+    told = sharding.describe_units(sharding.named_units(net, sharding.find_blocks(net)))
+    assert told == "3 x Block (177 parameters each), Linear (70), Linear (11)"
+    big = nn.Linear(1000, 200, bias=False, device="meta")
+    assert sharding.describe_units(sharding.named_units(big)) == "Linear (0.2 M)"
+
+
 def test_policy_that_matches_nothing() -> None:
+    options = CustomPolicy(lambda module: {"reshard_after_forward": False} if isinstance(module, Block) else False)
+    with pytest.raises(ValueError, match="returns the FSDP1 arguments `{'reshard_after_forward': False}`"):
+        sharding.find_blocks(Net(), options)
     with pytest.raises(ValueError, match=r"matches no module of `Net`.*Block"):
         sharding.find_blocks(Net(), {nn.Conv2d})
     with pytest.raises(TypeError, match="has the entry `'Block'`"):
