@@ -1,0 +1,469 @@
+"""Measures the ways to step AdamW, side by side: time of a step, of the optimizer in it, of a save, and peak memory.
+
+    python -m examples.benchmark                                   # every scenario, one process and two gloo ranks
+    python -m examples.benchmark --scenarios many-small --ranks 2 --json out.json
+    python -m examples.benchmark --device cuda --ranks 1
+
+Every way trains its own copy of the model in the same processes. A round runs all of them, in an order that rotates;
+ratios are to the ordinary fused optimizer of the same round. The ordinary way runs twice: the spread of the second
+against the first is the noise below which a ratio says nothing. Times are wall time on rank 0, one thread a rank.
+
+Other systems are measured where they import (``pip install torchtune torch-optimi``), and named when they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from examples.benchmark_models import SCENARIOS, Scenario
+from lightning_bwdopt import OptimizerInBackward
+from lightning_bwdopt.sharding import find_blocks, shard, units_of
+
+MIB = 2**20
+ORDINARY = "ordinary fused"
+
+
+class Unavailable(Exception):
+    """This way cannot run here; the message says why."""
+
+
+class Way:
+    """One way to step: `backward`, then `finish`, make a step of gradients that the forward pass led to."""
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        self.model = model
+        self.attach(list(model.parameters()), blocks)
+
+    def attach(self, params: list[nn.Parameter], blocks: list[nn.Module]) -> None:
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def finish(self) -> None:
+        """What the training loop calls after backward."""
+
+    def save(self) -> Any:
+        """The optimizer's full state on the host of rank 0, as a checkpoint holds it."""
+        raise Unavailable
+
+
+class Ordinary(Way):
+    fused: bool | None = True
+
+    def attach(self, params: list[nn.Parameter], blocks: list[nn.Module]) -> None:
+        self.optimizer = torch.optim.AdamW(params, lr=1e-4, fused=self.fused)
+
+    def finish(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self) -> Any:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_optimizer_state_dict(self.model, self.optimizer, options=options)
+
+
+class OrdinaryForLoop(Ordinary):
+    fused = None
+
+
+class OrdinaryClipped(Ordinary):
+    def finish(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        super().finish()
+
+
+class InBackward(Ordinary):
+    options: dict[str, Any] = {}
+
+    def units(self, blocks: list[nn.Module]) -> Any:
+        return units_of(self.model, blocks)
+
+    def attach(self, params: list[nn.Parameter], blocks: list[nn.Module]) -> None:
+        super().attach(params, blocks)
+        self.core = OptimizerInBackward(self.optimizer, self.units(blocks), **self.options).attach(calls_step=True)
+
+    def backward(self, loss: Tensor) -> None:
+        self.core.backward(loss)
+
+    def finish(self) -> None:
+        super().finish()
+        self.core.attach()  # the strategies call it before each batch
+
+
+class InBackwardByParameter(InBackward):
+    def units(self, blocks: list[nn.Module]) -> Any:
+        return None
+
+
+class InBackwardWithNorm(InBackward):
+    options = {"grad_norm": True}
+
+
+class InBackwardClipped(InBackward):
+    options = {"clip": ("norm", 1.0)}
+
+
+class OnePerParameter(Way):
+    """One optimizer per parameter, stepped in its hook: what torchtune does."""
+
+    fused: bool | None = True
+
+    def attach(self, params: list[nn.Parameter], blocks: list[nn.Module]) -> None:
+        self.optimizers = {p: torch.optim.AdamW([p], lr=1e-4, fused=self.fused) for p in params}
+        self.register()
+
+    def register(self) -> None:
+        def step(param: Tensor) -> None:
+            self.optimizers[param].step()  # type: ignore[index]
+            self.optimizers[param].zero_grad()  # type: ignore[index]
+
+        for param in self.optimizers:
+            param.register_post_accumulate_grad_hook(step)
+
+
+class Torchtune(OnePerParameter):
+    def register(self) -> None:
+        try:
+            from torchtune.training.memory import register_optim_in_bwd_hooks
+        except ImportError as error:
+            raise Unavailable(f"torchtune does not import: {error}") from None
+        register_optim_in_bwd_hooks(self.model, self.optimizers)  # type: ignore[arg-type]
+
+
+class TorchtuneDefault(Torchtune):
+    fused = None
+
+
+class Optimi(Way):
+    def attach(self, params: list[nn.Parameter], blocks: list[nn.Module]) -> None:
+        try:
+            import optimi
+        except ImportError as error:
+            raise Unavailable(f"optimi does not import: {error}") from None
+        self.optimizer = optimi.AdamW(params, lr=1e-4, weight_decay=1e-2, gradient_release=True)
+        optimi.prepare_for_gradient_release(self.model, self.optimizer)
+
+    def finish(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+WAYS: dict[str, type[Way]] = {
+    ORDINARY: Ordinary,
+    "ordinary again": Ordinary,
+    "ordinary for-loop": OrdinaryForLoop,
+    "in backward, unit": InBackward,
+    "in backward, parameter": InBackwardByParameter,
+    "torchtune, fused": Torchtune,
+    "torchtune, default": TorchtuneDefault,
+    "hooks, fused": OnePerParameter,
+    "optimi": Optimi,
+    "in backward, norm": InBackwardWithNorm,
+    "ordinary, clipped": OrdinaryClipped,
+    "in backward, clipped": InBackwardClipped,
+}
+
+
+class Run:
+    """A model that one way trains."""
+
+    def __init__(self, way: str, scenario: Scenario, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.scenario = scenario
+        self.device = device
+        self.model = scenario.build().to(device)
+        blocks = find_blocks(self.model)
+        if dist.is_initialized():
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            shard(self.model, blocks, mesh=mesh, reshard_after_forward=True)
+        self.way = WAYS[way](self.model, blocks)
+        self.batch = scenario.batch(device)
+
+    def step(self) -> None:
+        self.way.backward(self.scenario.loss(self.model, self.batch))
+        self.way.finish()
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def time(self, call: Callable[[], Any], repeats: int = 1) -> float:
+        """Milliseconds per call."""
+        if dist.is_initialized():
+            dist.barrier()
+        start = self.now()
+        for _ in range(repeats):
+            call()
+        return (self.now() - start) * 1e3 / repeats
+
+    def time_optimizer(self) -> float:
+        """Milliseconds of one step that pass in hooks on parameters and in `finish`."""
+        spent = 0.0
+        started = 0.0
+
+        def start(_: Tensor) -> None:
+            nonlocal started
+            started = self.now()
+
+        def stop(_: Tensor) -> None:
+            nonlocal spent
+            spent += self.now() - started
+
+        with self._around_hooks(start, stop):
+            self.way.backward(self.scenario.loss(self.model, self.batch))
+        return spent * 1e3 + self.time(self.way.finish)
+
+    def live_gradients(self) -> float:
+        """The most MiB of gradient storage that this rank holds at once in a step."""
+        most = 0
+        params = list(self.model.parameters())
+
+        def look(_: Tensor) -> None:
+            nonlocal most
+            locals_ = [getattr(p.grad, "_local_tensor", p.grad) for p in params if p.grad is not None]
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in locals_}
+            most = max(most, sum(storages.values()))
+
+        with self._around_hooks(look, lambda _: None):
+            self.step()
+        return most / MIB
+
+    @contextmanager
+    def _around_hooks(self, before: Callable[[Tensor], None], after: Callable[[Tensor], None]) -> Iterator[None]:
+        """Calls `before` ahead of the hooks that each parameter has, and `after` behind them."""
+        handles = []
+        for param in self.model.parameters():
+            others = dict(param._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]
+            handles.append(param.register_post_accumulate_grad_hook(before))
+            hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            for key, hook in others.items():
+                del hooks[key]
+                hooks[key] = hook
+            handles.append(param.register_post_accumulate_grad_hook(after))
+        yield
+        for handle in handles:
+            handle.remove()
+
+
+def measure_times(scenario: Scenario, ways: list[str], rounds: int, device: torch.device) -> dict[str, Any]:
+    """Each way's times per round, or why it did not run."""
+    runs: dict[str, Run] = {}
+    results: dict[str, Any] = {}
+    for way in ways:
+        try:
+            run = Run(way, scenario, device)
+            run.step()
+            run.step()
+        except Exception as error:
+            results[way] = {"skipped": str(error).splitlines()[0] if str(error) else type(error).__name__}
+        else:
+            runs[way] = run
+            results[way] = {"step": [], "optimizer": []}
+    order = list(runs)
+    gc.collect()
+    gc.freeze()
+    for number in range(rounds):
+        shift = number % len(order)
+        for way in order[shift:] + order[:shift]:
+            results[way]["step"].append(runs[way].time(runs[way].step, scenario.repeats))
+    for number in range(rounds):
+        shift = number % len(order)
+        for way in order[shift:] + order[:shift]:
+            times = [runs[way].time_optimizer() for _ in range(scenario.repeats)]
+            results[way]["optimizer"].append(statistics.median(times))
+    for way, run in runs.items():
+        if scenario.counts_gradients:
+            results[way]["gradient_mib"] = run.live_gradients()
+        try:
+            results[way]["save"] = [run.time(run.way.save) for _ in range(min(rounds, 5))]
+        except Unavailable:
+            pass
+    gc.unfreeze()
+    return results
+
+
+def measure_memory(scenario: Scenario, way: str, device: torch.device) -> float:
+    """MiB by which memory rises in a step above parameters and optimizer state, in a process of its own."""
+    run = Run(way, scenario, device)
+    for _ in range(3):
+        run.step()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run.step()
+        return (torch.cuda.max_memory_allocated(device) - before) / MIB
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # starts a new high-water mark (Linux)
+    before = _status("VmRSS")
+    run.step()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    """KiB."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field))
+
+
+# Processes ----------------------------------------------------------------------------------------------------------
+
+
+def launch(ranks: int, device: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in `ranks` fresh processes, with the device as its last argument; what rank 0 returned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(_rank, (ranks, port, device, results, call, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+    return results.get()
+
+
+def _rank(rank: int, ranks: int, port: int, kind: str, results: Any, call: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if ranks > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=ranks)
+    result = call(*args, device)
+    if rank == 0:
+        results.put(result)
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _returning_memory() -> Iterator[None]:
+    """Has the C library give freed memory back at once, or the resident set would not show what is live."""
+    wanted = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+    before = copy.copy(os.environ)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for key in wanted:
+            os.environ.pop(key)
+            if key in before:
+                os.environ[key] = before[key]
+
+
+def import_seconds(rounds: int = 5) -> dict[str, float]:
+    """What `import lightning_bwdopt` adds to `import lightning.pytorch`: median over fresh processes."""
+    code = "import time, lightning.pytorch; t = time.perf_counter(); import lightning_bwdopt; print(time.perf_counter() - t)"
+    runs = [subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True) for _ in range(rounds)]
+    return summary([float(run.stdout) for run in runs])
+
+
+# Results ------------------------------------------------------------------------------------------------------------
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return {"median": values[0], "low": values[0], "high": values[0]}
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+def summarize(times: dict[str, Any]) -> dict[str, Any]:
+    """Medians and quartiles of times and of their ratios, round by round, to the ordinary fused optimizer."""
+    base = times[ORDINARY]
+    results: dict[str, Any] = {}
+    for way, entry in times.items():
+        results[way] = row = {key: value for key, value in entry.items() if not isinstance(value, list)}
+        for kind, values in entry.items():
+            if isinstance(values, list):
+                row[f"{kind}_ms"] = summary(values)
+                row[f"{kind}_ratio"] = summary([value / other for value, other in zip(values, base[kind], strict=True)])
+    return results
+
+
+def table(scenario: str, ranks: int, results: dict[str, Any]) -> str:
+    def cell(row: dict[str, Any], key: str, digits: int, spread: bool = False) -> str:
+        if key not in row:
+            return "-"
+        if not isinstance(row[key], dict):
+            return f"{row[key]:.{digits}f}"
+        value = row[key]
+        around = f" ({value['low']:.{digits}f}-{value['high']:.{digits}f})" if spread else ""
+        return f"{value['median']:.{digits}f}{around}"
+
+    head = ["", "step ms", "x ordinary", "optimizer ms", "x ordinary", "gradients MiB", "memory MiB", "save ms"]
+    rows = [head]
+    notes = []
+    for way, row in results.items():
+        if "skipped" in row:
+            notes.append(f"{way}: skipped, {row['skipped']}")
+            continue
+        rows.append(
+            [way, cell(row, "step_ms", 1), cell(row, "step_ratio", 2, True), cell(row, "optimizer_ms", 1)]
+            + [cell(row, "optimizer_ratio", 2, True), cell(row, "gradient_mib", 1), cell(row, "memory_mib", 1)]
+            + [cell(row, "save_ms", 0)]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows]
+    place = "one process" if ranks == 1 else f"{ranks} ranks, FSDP2"
+    return "\n".join([f"{scenario}, {place}", *lines, *notes, ""])
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="python -m examples.benchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("--scenarios", nargs="+", default=["many-small", "one-large", "recipe"], choices=SCENARIOS)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--memory", action="store_true", help="measure each way's memory in processes of its own")
+    parser.add_argument("--import-time", action="store_true", help="measure what importing the package adds")
+    parser.add_argument("--json", help="a file for all the figures")
+    options = parser.parse_args(arguments)
+    ways = list(dict.fromkeys([ORDINARY, *options.ways]))
+    report: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "results": []}
+    for name in options.scenarios:
+        for ranks in options.ranks:
+            scenario = SCENARIOS[name]
+            rounds = options.rounds if not scenario.slow else max(3, options.rounds // 3)
+            results = summarize(launch(ranks, options.device, measure_times, scenario, ways, rounds))
+            if options.memory:
+                with _returning_memory():
+                    for way, row in results.items():
+                        if "skipped" not in row:
+                            row["memory_mib"] = launch(ranks, options.device, measure_memory, scenario, way)
+            report["results"].append({"scenario": name, "ranks": ranks, "rounds": rounds, "ways": results})
+            print(table(name, ranks, results), flush=True)
+    if options.import_time:
+        report["import_s"] = import_seconds()
+        print(f"import lightning_bwdopt adds {report['import_s']['median']:.3f} s to import lightning.pytorch")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(report, file, indent=2)
+    return report
+
+
+if __name__ == "__main__":
+    main()
