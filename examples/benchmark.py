@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -54,9 +54,11 @@ class Way:
         self.attach(list(model.parameters()), blocks)
 
     def attach(self, params: list[nn.Parameter], blocks: list[nn.Module]) -> None:
+        """Makes the optimizer and registers what it needs; raises `Unavailable` where it is not installed."""
         raise NotImplementedError
 
     def backward(self, loss: Tensor) -> None:
+        """What the training loop calls on the loss."""
         loss.backward()
 
     def finish(self) -> None:
@@ -68,6 +70,8 @@ class Way:
 
 
 class Ordinary(Way):
+    """torch's own: a step after backward."""
+
     fused: bool | None = True
 
     def attach(self, params: list[nn.Parameter], blocks: list[nn.Module]) -> None:
@@ -147,7 +151,7 @@ class Torchtune(OnePerParameter):
             from torchtune.training.memory import register_optim_in_bwd_hooks
         except ImportError as error:
             raise Unavailable(f"torchtune does not import: {error}") from None
-        register_optim_in_bwd_hooks(self.model, self.optimizers)  # type: ignore[arg-type]
+        register_optim_in_bwd_hooks(self.model, self.optimizers)
 
 
 class TorchtuneDefault(Torchtune):
@@ -254,9 +258,9 @@ class Run:
         """Calls `before` ahead of the hooks that each parameter has, and `after` behind them."""
         handles = []
         for param in self.model.parameters():
-            others = dict(param._post_accumulate_grad_hooks or {})  # type: ignore[attr-defined]
+            others = dict(param._post_accumulate_grad_hooks or {})
             handles.append(param.register_post_accumulate_grad_hook(before))
-            hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            hooks = param._post_accumulate_grad_hooks
             for key, hook in others.items():
                 del hooks[key]
                 hooks[key] = hook
@@ -295,10 +299,8 @@ def measure_times(scenario: Scenario, ways: list[str], rounds: int, device: torc
     for way, run in runs.items():
         if scenario.counts_gradients:
             results[way]["gradient_mib"] = run.live_gradients()
-        try:
+        with suppress(Unavailable):
             results[way]["save"] = [run.time(run.way.save) for _ in range(min(rounds, 5))]
-        except Unavailable:
-            pass
     gc.unfreeze()
     return results
 
@@ -337,7 +339,7 @@ def launch(ranks: int, device: str, call: Callable[..., Any], *args: Any) -> Any
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    mp.spawn(_rank, (ranks, port, device, results, call, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+    mp.spawn(_rank, (ranks, port, device, results, call, args), nprocs=ranks)
     return results.get()
 
 
@@ -373,9 +375,10 @@ def _returning_memory() -> Iterator[None]:
 
 
 def import_seconds(rounds: int = 5) -> dict[str, float]:
-    """What `import lightning_bwdopt` adds to `import lightning.pytorch`: median over fresh processes."""
-    code = "import time, lightning.pytorch; t = time.perf_counter(); import lightning_bwdopt; print(time.perf_counter() - t)"
-    runs = [subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True) for _ in range(rounds)]
+    """What `import lightning_bwdopt` adds to `import lightning`: median over fresh processes."""
+    code = "import time, lightning; t = time.perf_counter(); import lightning_bwdopt; print(time.perf_counter() - t)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(rounds)]
     return summary([float(run.stdout) for run in runs])
 
 
@@ -426,7 +429,9 @@ def table(scenario: str, ranks: int, results: dict[str, Any]) -> str:
             + [cell(row, "save_ms", 0)]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
+    ]
     place = "one process" if ranks == 1 else f"{ranks} ranks, FSDP2"
     return "\n".join([f"{scenario}, {place}", *lines, *notes, ""])
 
@@ -458,7 +463,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             print(table(name, ranks, results), flush=True)
     if options.import_time:
         report["import_s"] = import_seconds()
-        print(f"import lightning_bwdopt adds {report['import_s']['median']:.3f} s to import lightning.pytorch")
+        print(f"import lightning_bwdopt adds {report['import_s']['median']:.3f} s to import lightning")
     if options.json:
         with open(options.json, "w") as file:
             json.dump(report, file, indent=2)

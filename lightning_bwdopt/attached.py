@@ -67,6 +67,10 @@ class AttachedOptimizer:
         self.written.clear()
         self._ordered_states = len(self.optimizer.state)
 
+    def notice_cleared_state(self) -> None:
+        """Called before a step: the user may have removed entries, which the step then makes anew."""
+        self._ordered_states = min(self._ordered_states, len(self.optimizer.state))
+
     def settle(self) -> None:
         """Enters what the views have changed in the groups, and orders the state."""
         optimizer = self.optimizer

@@ -71,9 +71,10 @@ class _Unit:
 
     def step(self) -> None:
         """Steps the parameters that have a gradient, and drops it."""
-        self.view.step()
-        self.done.update(id(p) for p in self.params if p.grad is not None)
-        self.drop()
+        self.arrived.clear()
+        for param in self.view.step():
+            param.grad = None
+            self.done.add(id(param))
 
     def drop(self) -> None:
         self.arrived.clear()
@@ -143,6 +144,7 @@ class OptimizerInBackward:
         self._units: list[_Unit] = []
         self._unit_of: dict[int, _Unit] = {}
         self._layout: list[list[int]] = []  # ids of the parameters in each group that the units were built for
+        self._trainable: list[bool] = []  # which of them required a gradient when the hooks were made
         self._hooks: dict[int, Any] = {}  # id(parameter) -> handle
         self._phase: Phase = "step"
         self._pass: weakref.ref | None = None  # the callback queued to the backward pass under way, while that lives
@@ -171,6 +173,10 @@ class OptimizerInBackward:
         """
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         refusals.step_pre_hooks(self.optimizer)
+        layout, trainable = self.real.layout(), [p.requires_grad for p in params]
+        self.calls_step |= calls_step
+        if self.attached and layout == self._layout and trainable == self._trainable:
+            return self  # the strategies ask before every batch
         refusals.hooked_parameters(p for p in params if id(p) not in self._hooks)
         if not self.attached:
             if not any(p.requires_grad for p in params):
@@ -178,13 +184,12 @@ class OptimizerInBackward:
             refusals.wrapped_parameters(params)
             self.real.take_over(self._step, self._before_loading)
             self._forget_pass()
-            self.calls_step = False
+            self.calls_step = calls_step
             self._backwards_without_step = 0
             self.steps = 0
-        self.calls_step |= calls_step
-        if self._layout != (layout := self.real.layout()):
+        if self._layout != layout:
             self._build_units(params)
-            self._layout = layout
+        self._layout, self._trainable = layout, trainable
         for param in params:
             if param.requires_grad and id(param) not in self._hooks:
                 hook = self._unit_of[id(param)].arrive
@@ -288,6 +293,7 @@ class OptimizerInBackward:
         if self._layout != self.real.layout():
             refusals.changed_groups(self.optimizer)
         callback = self._end_backward
+        self.real.notice_cleared_state()
         self._pass = weakref.ref(callback)  # autograd holds the callback as long as the pass lives, also if it fails
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -364,6 +370,7 @@ class OptimizerInBackward:
 
     def step_held(self) -> None:
         """Steps, through the views, every parameter that has a gradient; all of them are there."""
+        self.real.notice_cleared_state()
         for unit in self._units:
             if unit.with_gradient():
                 unit.step()

@@ -233,17 +233,20 @@ def is_sharded(root: nn.Module) -> bool:
 def named_units(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[tuple[str, list[Tensor]]]:
     """The parameters that step together: each FSDP module's own; without FSDP each block's, then each other module's.
 
-    A parameter is in the first unit that has it, innermost modules first.
+    A parameter is in the first unit that has it, innermost modules first. Without FSDP small neighbours are joined up
+    to an eighth of the model and 2 MiB: a step of few small tensors is mostly overhead.
 
     Returns:
         ``(class of the module, parameters)`` of each unit; parameters are whole tensors or DTensors.
     """
+    seen: set[int] = set()
     if is_sharded(root):
         owners = [module for module in reversed(list(root.modules())) if isinstance(module, FSDPModule)]
-        return _partition((class_name(owner), owner.parameters()) for owner in owners)
-    named = [(class_name(block), block.parameters()) for block in blocks]
-    rest = [(class_name(module), module.parameters(recurse=False)) for module in root.modules()]
-    return _partition([*named, *rest])
+        return _partition(((class_name(owner), owner.parameters()) for owner in owners), seen)
+    limit = min(sum(map(_nbytes, root.parameters())) // 8, 2 * 2**20)
+    inside = _partition(((class_name(block), block.parameters()) for block in blocks), seen)
+    rest = ((class_name(module), module.parameters(recurse=False)) for module in root.modules())
+    return [*_join_small(inside, limit), *_join_small(_partition(rest, seen), limit)]
 
 
 def units_of(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[list[Tensor]]:
@@ -264,8 +267,9 @@ def _count(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e5 else str(number)
 
 
-def _partition(candidates: Iterable[tuple[str, Iterable[Tensor]]]) -> list[tuple[str, list[Tensor]]]:
-    seen: set[int] = set()
+def _partition(
+    candidates: Iterable[tuple[str, Iterable[Tensor]]], seen: set[int]
+) -> list[tuple[str, list[Tensor]]]:
     units: list[tuple[str, list[Tensor]]] = []
     for name, params in candidates:
         unit = [p for p in params if id(p) not in seen]
@@ -273,3 +277,22 @@ def _partition(candidates: Iterable[tuple[str, Iterable[Tensor]]]) -> list[tuple
         if unit:
             units.append((name, unit))
     return units
+
+
+def _join_small(units: Iterable[tuple[str, list[Tensor]]], limit: int) -> list[tuple[str, list[Tensor]]]:
+    joined: list[tuple[str, list[Tensor]]] = []
+    size = 0
+    for name, unit in units:
+        own = sum(map(_nbytes, unit))
+        if joined and size + own <= limit:
+            names, params = joined[-1]
+            joined[-1] = (names if name in names.split(", ") else f"{names}, {name}", params + unit)
+            size += own
+        else:
+            joined.append((name, unit))
+            size = own
+    return joined
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

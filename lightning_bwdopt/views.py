@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -78,19 +78,23 @@ class StepView:
         for index, group in enumerate(optimizer.param_groups):
             if members := [p for p in group["params"] if id(p) in wanted]:
                 self._members.append((index, members))
+        self._params = [p for _, members in self._members for p in members]
         self._on_shards = type(optimizer) in ELEMENTWISE_OPTIMIZERS and any(isinstance(p, DTensor) for p in params)
+        self._shards: list[_ShardState] = []  # of the DTensors
+        self._plain: list[Tensor] = []  # the other parameters
         self._view = same_class(optimizer, [{"params": members} for _, members in self._members])
         self._attributes = [name for name in plain_attributes(optimizer) if name not in _TORCH_ATTRIBUTES]
 
-    def step(self) -> None:
-        """Steps every parameter of the view that has a gradient. The gradients stay."""
+    def step(self) -> list[Tensor]:
+        """Steps every parameter of the view that has a gradient, and returns these. The gradients stay."""
         self._read_groups()
         if self._on_shards:
-            self._step_shards()
-        else:
-            self._view.state = self._real.state
-            self._view.step()
+            return self._step_shards()  # none of these classes writes to its groups
+        self._view.state = self._real.state
+        stepped = [p for p in self._params if p.grad is not None]
+        self._view.step()
         self._collect_written()
+        return stepped
 
     def _read_groups(self) -> None:
         for name in self._attributes:
@@ -118,22 +122,37 @@ class StepView:
                 if real.get(key, _MISSING) is not value and key not in _OWN_ENTRIES:
                     self._written[index, key] = value
 
-    def _step_shards(self) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for mine, (_, members) in zip(self._view.param_groups, self._members):
-            # Fetched anew: loading or moving a module replaces a parameter's local tensor.
-            mine["params"] = [local_tensor(p) for p in members]
-            pairs += zip(mine["params"], members)
-        self._view.state = _ShardState(self._real.state, pairs)  # type: ignore[assignment]
-        for local, param in pairs:
-            if local is not param:
-                local.grad = None if param.grad is None else local_tensor(param.grad)
+    def _step_shards(self) -> list[Tensor]:
+        shards = self._shards
+        # Loading or moving a module replaces a parameter's local tensor.
+        if not shards or any(shard.param._local_tensor is not shard.local for shard in shards):
+            shards = self._find_shards()
+        real, mine = self._real.state, self._view.state
+        mine.real = real  # type: ignore[attr-defined]  # `load_state_dict` replaces it
+        stepped = [p for p in self._plain if p.grad is not None]
         try:
+            # One look at each parameter: a DTensor's `grad` and a dict keyed by tensors are slow.
+            for shard in shards:
+                gradient = shard.param.grad
+                if gradient is not None:
+                    shard.local.grad = gradient._local_tensor  # type: ignore[attr-defined]
+                    shard.entry = real.get(shard.param)
+                    if shard.entry is None:
+                        mine.pop(shard.local, None)
+                    stepped.append(shard.param)
             self._view.step()
         finally:
-            for local, param in pairs:
-                if local is not param:
-                    local.grad = None
+            for shard in shards:
+                shard.local.grad = None
+        return stepped
+
+    def _find_shards(self) -> list[_ShardState]:
+        self._plain = [p for p in self._params if not isinstance(p, DTensor)]
+        self._shards = [_ShardState(p) for p in self._params if isinstance(p, DTensor)]
+        self._view.state = _StateByShard(self._real.state, self._shards)  # type: ignore[assignment]
+        for mine, (_, members) in zip(self._view.param_groups, self._members):
+            mine["params"] = [local_tensor(p) for p in members]
+        return self._shards
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -168,52 +187,52 @@ def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float | str | None)}
 
 
-class _ShardState(Mapping[Tensor, "_ParameterState"]):
-    """The real optimizer's state, looked up by a rank's shards instead of by the DTensors."""
+class _StateByShard(dict[Tensor, Any]):
+    """The real optimizer's state, looked up by a rank's shards instead of by the DTensors.
 
-    def __init__(self, state: MutableMapping[Tensor, Any], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._state = state
-        self._params = dict(pairs)
+    It holds what has been looked up before; what has not is found, or made, in the real state.
+    """
 
-    def __getitem__(self, local: Tensor) -> Any:
-        param = self._params[local]
-        entry = self._state[param]
-        return entry if param is local else _ParameterState(entry, local, param)
+    def __init__(self, real: MutableMapping[Tensor, Any], shards: Sequence[_ShardState]) -> None:
+        self.real = real
+        self._shards = {shard.local: shard for shard in shards}
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (local for local, param in self._params.items() if param in self._state)
+    def __missing__(self, local: Tensor) -> Any:
+        shard = self._shards.get(local)
+        if shard is None:  # a parameter that is no DTensor
+            return self.real[local]
+        shard.entry = self.real[shard.param]
+        self[local] = shard
+        return shard
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
-
-class _ParameterState(MutableMapping[str, Any]):
+class _ShardState(MutableMapping[str, Any]):
     """One parameter's entry in the real state: reads give shards, writes of a shard's shape become DTensors."""
 
-    __slots__ = ("_entry", "_local", "_param")
+    __slots__ = ("entry", "local", "param")
 
-    def __init__(self, entry: MutableMapping[str, Any], local: Tensor, param: Tensor) -> None:
-        self._entry = entry
-        self._local = local
-        self._param = param
+    def __init__(self, param: DTensor) -> None:
+        self.param = param
+        self.local = local_tensor(param)
+        self.entry: Any = None
 
     def __getitem__(self, key: str) -> Any:
-        value = self._entry[key]
+        value = self.entry[key]
         return value._local_tensor if type(value) is DTensor else value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if isinstance(value, Tensor) and value.shape == self._local.shape:
-            value = shard_like(value, self._param)
-        self._entry[key] = value
+        if isinstance(value, Tensor) and value.shape == self.local.shape:
+            value = shard_like(value, self.param)
+        self.entry[key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._entry[key]
+        del self.entry[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._entry
+        return key in self.entry
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entry)
+        return iter(self.entry)
 
     def __len__(self) -> int:
-        return len(self._entry)
+        return len(self.entry)
