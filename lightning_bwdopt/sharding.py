@@ -267,9 +267,7 @@ def _count(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e5 else str(number)
 
 
-def _partition(
-    candidates: Iterable[tuple[str, Iterable[Tensor]]], seen: set[int]
-) -> list[tuple[str, list[Tensor]]]:
+def _partition(candidates: Iterable[tuple[str, Iterable[Tensor]]], seen: set[int]) -> list[tuple[str, list[Tensor]]]:
     units: list[tuple[str, list[Tensor]]] = []
     for name, params in candidates:
         unit = [p for p in params if id(p) not in seen]

@@ -286,7 +286,8 @@ class SingleDeviceOptimInBwdStrategy(InBackwardStrategy, SingleDeviceStrategy):
     Args:
         device: The device, such as ``"cuda:1"``; ``None``: the one that the accelerator chose.
         enabled: The mode. ``False`` is the ordinary run.
-        granularity: ``"unit"``: one step per repeated block of the model; ``"parameter"``: one per parameter.
+        granularity: ``"unit"``: one step per repeated block of the model, small neighbours together;
+            ``"parameter"``: one per parameter.
         gradient_clipping: What to do about ``Trainer(gradient_clip_val=…)``: ``"disable"`` it with a warning,
             ``"error"``, or clip ``"exact"``ly, for which clipping by norm runs backward twice.
         on_nonfinite: On a loss that is NaN or infinite: ``"ignore"``, ``"error"``, or ``"skip"`` the step.
