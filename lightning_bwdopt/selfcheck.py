@@ -33,6 +33,7 @@ SEPARABLE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
     }
 )
 _PROBE_STEPS = 40
+_OF_PARAMS = ("params", "param_names")  # entries of a group that are not hyperparameters
 
 
 def check_optimizer(optimizer: Optimizer, *, probe: bool = True) -> None:
@@ -89,13 +90,7 @@ def _run(optimizer: Optimizer, rate: float | None, *, split: bool) -> tuple[list
     """Some steps with drifting gradients on copies; the parameters and state tensors, and whether it drew numbers."""
     groups = [_small_group(group, rate) for group in optimizer.param_groups[:4]]
     params = [p for group in groups for p in group["params"]]
-    trial = same_class(optimizer, groups)
-    for key, value in vars(optimizer).items():
-        if key not in ("param_groups", "state", "step") and not key.startswith("_optimizer_"):
-            setattr(trial, key, copy.deepcopy(value))
-    trial.state = defaultdict(dict)
-    if callable(switch := getattr(trial, "train", None)):  # schedule-free optimizers step in this mode only
-        switch()
+    trial = _trial(optimizer, groups)
     written: dict[tuple[int, str], Any] = {}
     views = [StepView(trial, [p], written, {}) for p in reversed(params)] if split else []
     noise = torch.Generator().manual_seed(0)
@@ -119,17 +114,65 @@ def _run(optimizer: Optimizer, rate: float | None, *, split: bool) -> tuple[list
     return [t.detach() for t in (*params, *tensors)], draws
 
 
+def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer like this one, without state, for other parameters."""
+    trial = same_class(optimizer, groups)
+    for key, value in vars(optimizer).items():
+        if key not in ("param_groups", "state", "step") and not key.startswith("_optimizer_"):
+            setattr(trial, key, copy.deepcopy(value))
+    trial.state = defaultdict(dict)
+    if callable(switch := getattr(trial, "train", None)):  # schedule-free optimizers step in this mode only
+        switch()
+    return trial
+
+
 def _small_group(group: dict[str, Any], rate: float | None) -> dict[str, Any]:
     """A group with the same hyperparameters and four small parameters of the same kinds."""
-    small = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    small = {key: copy.deepcopy(value) for key, value in group.items() if key not in _OF_PARAMS}
     if rate is not None and "lr" in small:
         small["lr"] = torch.full_like(small["lr"], rate) if isinstance(small["lr"], Tensor) else rate
     kinds = [group["params"][i % len(group["params"])] for i in range(4)] if group["params"] else []
     noise = torch.Generator().manual_seed(1)
-    small["params"] = [
-        torch.randn([(4, 3, 2, 2, 2)[dim] + (i if dim == 0 else 0) for dim in range(p.ndim)], generator=noise)
-        .to(p.device, p.dtype)
-        .requires_grad_()
-        for i, p in enumerate(kinds)
-    ]
+    small["params"] = [_small_param(p, noise, longer_by=i) for i, p in enumerate(kinds)]
     return small
+
+
+def _small_param(like: Tensor, noise: torch.Generator, longer_by: int = 0) -> Tensor:
+    """A small parameter with as many dimensions, on the same device and of the same dtype."""
+    shape = [(4, 3, 2, 2, 2)[dim] + (longer_by if dim == 0 else 0) for dim in range(like.ndim)]
+    return torch.randn(shape, generator=noise).to(like.device, like.dtype).requires_grad_()
+
+
+def first_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, bool]] | None:
+    """What a first step keeps for a parameter, learned from a step of small tensors.
+
+    Args:
+        optimizer: Nothing of it is changed.
+        groups: Hyperparameters to use in place of the groups' own, one dict for each group.
+
+    Returns:
+        ``(index of the group, dimensions of the parameter) -> {key: whether the value has the parameter's shape}``;
+        ``None`` where the optimizer does not step small tensors.
+    """
+    params: list[list[Tensor]] = []
+    small: list[dict[str, Any]] = []
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        kinds = {p.ndim: p for p in own["params"]}
+        params.append([_small_param(kind, torch.Generator().manual_seed(0)) for kind in kinds.values()])
+        settings = {key: copy.deepcopy(value) for key, value in {**own, **group}.items() if key not in _OF_PARAMS}
+        small.append({**settings, "params": params[-1]})
+    trial = _trial(optimizer, small)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            for param in (p for members in params for p in members):
+                param.grad = torch.ones_like(param)
+            trial.step()
+        except Exception:
+            return None
+    return {
+        (index, param.ndim): {
+            key: isinstance(value, Tensor) and value.shape == param.shape for key, value in trial.state[param].items()
+        }
+        for index, members in enumerate(params)
+        for param in members
+    }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_bwdopt import checks, loading, sharding
+from lightning_bwdopt.checkpoints import Checkpoints, ShardedCheckpoints
 from lightning_bwdopt.clipping import NonFinite
 from lightning_bwdopt.mode import GradientClipping, Granularity, InBackwardStrategy, remember_names
 from lightning_bwdopt.views import local_tensor
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
 
 
-class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
+class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
     """Trains with FSDP2 and the optimizer inside the backward pass: ``Trainer(strategy="fsdp_optim_in_bwd")``.
 
     An unmodified LightningModule is sharded block by block. Each block's parameters are stepped, and their gradients
@@ -278,7 +279,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ModelParallelStrategy):
         )
 
 
-class SingleDeviceOptimInBwdStrategy(InBackwardStrategy, SingleDeviceStrategy):
+class SingleDeviceOptimInBwdStrategy(InBackwardStrategy, Checkpoints, SingleDeviceStrategy):
     """Trains on one device with the optimizer inside the backward pass.
 
     ``Trainer(strategy="single_device_optim_in_bwd")``. Results are those of Lightning's own single-device strategy.

@@ -1,0 +1,479 @@
+"""Checkpoints: the strategies' saving and loading, in the formats of Lightning's own strategies.
+
+A full checkpoint is one file, a sharded one (``state_dict_type="sharded"``) a folder. Both are written aside and
+moved to their name when complete. What is read is first compared with the model and the optimizers: a checkpoint
+that does not fit changes nothing.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_bwdopt import states, storage
+from lightning_bwdopt.folders import MODEL_KEY, Folder, FolderWriter, NotStored, check_replaceable
+from lightning_bwdopt.matching import Convention, Misfit, matched_state, model_faults
+
+
+class CheckpointError(ValueError, RuntimeError):
+    """A checkpoint that cannot be read, or that does not fit the run. Nothing was changed.
+
+    Both of the types that ``load_state_dict`` of modules and of optimizers raise.
+    """
+
+
+class FileCheckpointIO(TorchCheckpointIO):
+    """Lightning's, for local files: they are renamed to their name when complete, and mapped into memory to be read.
+
+    Lightning's own writes into the system's folder for temporary files and moves the result, which is a copy, and can
+    be cut short, where that is another file system.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        if storage_options is not None or not _is_local_file_protocol(path):
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        check_replaceable(Path(path))
+        storage.write_file(checkpoint, Path(path))
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        map_location: Callable | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if not _is_local_file_protocol(path) or not Path(path).is_file():
+            return super().load_checkpoint(path, map_location, weights_only)
+        mapped = zipfile.is_zipfile(path)  # torch's old format cannot be mapped
+        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mapped)
+
+    @override
+    def remove_checkpoint(self, path: _PATH) -> None:
+        if _is_local_file_protocol(path):
+            storage.remove(Path(path))
+        else:
+            super().remove_checkpoint(path)
+
+
+class Checkpoints(Strategy):
+    """Loading and saving of a strategy with plain tensors: Lightning's own way, checked, and written atomically."""
+
+    _numbering: Convention = "group"
+    _checkpoint_path: _PATH = ""
+    _weights_before: dict[str, Any] | None = None
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Where checkpoint files go. As in Lightning, the default is made here, when it is first asked for."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FileCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = FileCheckpointIO()  # without effect where it wraps another already
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO) -> None:
+        self._checkpoint_io = plugin
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self._checkpoint_path = self.broadcast(checkpoint_path)
+        with self._together():
+            checkpoint = self._read(path, weights_only)
+            self._check_contents(checkpoint)
+        equalize_counters(checkpoint)
+        return checkpoint
+
+    def _read(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+        with _explaining(path):
+            if _is_local_file_protocol(path):
+                storage.recover(Path(path))
+                if Path(path).is_dir():
+                    return Folder(Path(path), alone=True).read_whole(weights_only)
+            return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+    def _check_contents(self, checkpoint: Any) -> None:
+        path = self._checkpoint_path
+        if not isinstance(checkpoint, dict) or MODEL_KEY not in checkpoint:
+            raise CheckpointError(
+                f"`{path}` has no `{MODEL_KEY}`: it is not a checkpoint that a Trainer saved. Load plain weights with"
+                " `load_state_dict` of the module, in `configure_model` or before `fit`."
+            )
+        if not self._is_fitting():
+            return
+        if "optimizer_states" not in checkpoint:
+            raise CheckpointError(
+                f"`{path}` holds weights only (`save_weights_only=True`), and `fit(ckpt_path=…)` also needs optimizers,"
+                " schedulers and counters. To start from the weights, load them before `fit`: `load_from_checkpoint`,"
+                f" or `module.load_state_dict(torch.load(path)['{MODEL_KEY}'])`."
+            )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        current = module.state_dict()
+        # Optimizers do not exist yet. Where the rest of the checkpoint turns out not to fit them, weights go back.
+        self._weights_before = states.map_tensors(current, lambda t: t.detach().clone()) if self._is_fitting() else None
+        own_names = {states.clean_name(name): name for name in current}
+        saved = {
+            name if name in current else own_names.get(states.clean_name(name), name): value
+            for name, value in checkpoint[MODEL_KEY].items()
+        }
+        try:
+            module.load_state_dict(saved, strict=strict)
+        except RuntimeError as error:
+            self._restore_weights()
+            raise self._misfit("the weights", [str(error)]) from error
+
+    def _restore_weights(self) -> None:
+        if self._weights_before is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.load_state_dict(self._weights_before, strict=False)
+        self._weights_before = None
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        try:
+            matched = self._match_optimizers(checkpoint["optimizer_states"], checkpoint[MODEL_KEY])
+        except CheckpointError:
+            self._restore_weights()
+            raise
+        self._weights_before = None
+        for optimizer, state in zip(self.optimizers, matched, strict=True):
+            optimizer.load_state_dict(_changed(state, optimizer, states.placed_like))
+            _optimizer_to_device(optimizer, self.root_device)
+
+    def _match_optimizers(self, saved: list[dict[str, Any]], weights: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The saved optimizer states, numbered for ``load_state_dict``; an error where one does not fit."""
+        module = self.lightning_module
+        assert module is not None
+        if len(saved) != len(self.optimizers):
+            reason = f"it has the states of {len(saved)} optimizers, and there are {len(self.optimizers)}"
+            raise self._misfit("the optimizers", [reason])
+        names = states.parameter_names(module)
+        weights = {states.clean_name(name): value for name, value in weights.items()}
+        matched = []
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, saved, strict=True)):
+            try:
+                matched.append(
+                    matched_state(
+                        module,
+                        optimizer,
+                        state,
+                        names=names,
+                        native=self._numbering,
+                        strict=module.strict_loading,
+                        saved_weights=weights,
+                    )
+                )
+            except Misfit as error:
+                what = f"optimizer {index}, `{type(optimizer).__name__}`"
+                raise self._misfit(what, list(error.args)) from None
+        return matched
+
+    def _misfit(self, what: str, reasons: list[str]) -> CheckpointError:
+        return CheckpointError(
+            f"`{self._checkpoint_path}` does not fit {what}: {'; '.join(reasons)}. Nothing was changed. Resume with the"
+            " model and the optimizers that it was saved with, or load only its weights before `fit`."
+        )
+
+    def _is_fitting(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """An error on one rank is an error on all of them: none may go on alone."""
+        yield
+
+
+class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
+    """Loading and saving of FSDP2: as Lightning's ``ModelParallelStrategy`` writes, without changing the run by it.
+
+    That one steps an optimizer without state on zero gradients, to save and to load.
+    """
+
+    _numbering = "model"
+    _loaded_optimizers: list[dict[str, Any]] | None = None
+
+    @property
+    def _writer(self) -> FolderWriter:
+        writer = vars(self).setdefault("_folder_writer", FolderWriter())
+        assert isinstance(writer, FolderWriter)
+        return writer
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    # Saving ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        return states.model_state(self.model, full=not self._save_distributed_checkpoint)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return states.optimizer_state(self.model, optimizer, full=not self._save_distributed_checkpoint)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        path = self.broadcast(filepath)  # rank 0's: the others may have made up another name
+        if not self._save_distributed_checkpoint:
+            with self._together():
+                check_replaceable(Path(path))
+            Strategy.save_checkpoint(self, checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                f"`storage_options={storage_options!r}` is for checkpoint files, and `state_dict_type='sharded'` writes"
+                " folders to the local file system. Leave it out, or use `'full'`."
+            )
+        self._writer.wait()
+        path = Path(path)
+        with self._together():
+            if self.is_global_zero:
+                check_replaceable(path)
+                storage.remove(storage.partial_path(path))
+        state = {MODEL_KEY: checkpoint.pop(MODEL_KEY)}
+        for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
+            state[f"optimizer_{index}"] = optimizer_state
+        self._writer.save(state, checkpoint, path, beside=self._saves_beside())
+
+    def _saves_beside(self) -> bool:
+        plugin: Any = self._checkpoint_io
+        while isinstance(plugin, _WrappingCheckpointIO):
+            if isinstance(plugin, AsyncCheckpointIO):
+                return True
+            plugin = plugin.checkpoint_io
+        return False
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self.is_global_zero:
+            self._writer.wait()
+        super().remove_checkpoint(filepath)
+
+    @override
+    def teardown(self) -> None:
+        self._writer.close()
+        self.checkpoint_io.teardown()  # `ModelParallelStrategy.teardown` leaves it out
+        super().teardown()
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        self._writer.wait()
+        self._loaded_optimizers = None
+        path, is_folder = self.broadcast((checkpoint_path, self.is_global_zero and self._finds_folder(checkpoint_path)))
+        if not is_folder:
+            return super().load_checkpoint(path, weights_only)
+        self._checkpoint_path = path
+        checkpoint = self._load_folder(Path(path), weights_only)
+        equalize_counters(checkpoint)
+        return checkpoint
+
+    @staticmethod
+    def _finds_folder(path: _PATH) -> bool:
+        if not _is_local_file_protocol(path):
+            return False
+        storage.recover(Path(path))
+        return Path(path).is_dir()
+
+    def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        fits = self._is_fitting()
+        with self._together(), _explaining(path):
+            folder = Folder(path, alone=False)
+            checkpoint = folder.meta(weights_only)
+            keys = folder.optimizers()
+            self._check_contents({**checkpoint, MODEL_KEY: {}, **({"optimizer_states": []} if keys else {})})
+        tree, stored_as = folder.describe([MODEL_KEY, *(keys if fits else [])])
+        weights = tree[MODEL_KEY]
+        current = get_model_state_dict(module)
+        with self._together():
+            self._check_weights(current, weights, module.strict_loading)
+            matched = self._match_optimizers([tree[key] for key in keys], weights) if fits else []
+
+        into: dict[str, Any] = {}
+
+        def memory(stored: Tensor, like: Tensor) -> Tensor:
+            if not stored.is_meta:
+                return stored  # has been read with the description
+            return into.setdefault(stored_as[id(stored)], states.empty_like(stored, like))
+
+        optimizer_states = [_changed(state, optimizer, memory) for state, optimizer in zip(matched, self.optimizers)]
+        folder.read(into)
+        into = {}
+        for name in current.keys() & weights.keys():
+            if isinstance(current[name], Tensor):
+                into[stored_as[id(weights[name])]] = current[name]
+            else:
+                current[name] = states.map_tensors(weights[name], lambda t: memory(t, torch.empty(0)))
+        folder.read(into)  # in place, and the last thing that can fail
+        set_model_state_dict(module, current, options=StateDictOptions(strict=False))
+        if fits:
+            self._loaded_optimizers = checkpoint["optimizer_states"] = optimizer_states
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if MODEL_KEY not in checkpoint:
+            return  # a folder: `load_checkpoint` has read it into place
+        module = self.lightning_module
+        assert module is not None
+        current = get_model_state_dict(module)
+        saved = {states.clean_name(name): value for name, value in checkpoint[MODEL_KEY].items()}
+        with self._together():
+            self._check_weights(current, saved, strict)
+            if self._is_fitting():
+                self._match_optimizers(checkpoint["optimizer_states"], saved)
+        placed = {
+            name: states.placed_like(saved[name], value) if isinstance(value, Tensor) else saved[name]
+            for name, value in current.items()
+            if name in saved
+        }
+        set_model_state_dict(module, placed, options=StateDictOptions(strict=False))
+
+    def _check_weights(self, current: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> None:
+        if faults := model_faults(current, saved, strict=strict):
+            raise self._misfit(f"`{type(self.lightning_module).__name__}`", faults)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        loaded, self._loaded_optimizers = self._loaded_optimizers, None
+        if loaded is None:
+            matched = self._match_optimizers(checkpoint["optimizer_states"], checkpoint.get(MODEL_KEY, {}))
+            loaded = [_changed(*pair, states.placed_like) for pair in zip(matched, self.optimizers, strict=True)]
+        for optimizer, state in zip(self.optimizers, loaded, strict=True):
+            optimizer.load_state_dict(state)
+
+    @contextmanager
+    @override
+    def _together(self) -> Iterator[None]:
+        error: Exception | None = None
+        try:
+            yield
+        except (CheckpointError, OSError) as caught:
+            error = caught
+        reasons: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(reasons, None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise CheckpointError(f"Rank {rank} could not: {reason}")
+
+
+def _changed(state: dict[str, Any], optimizer: Optimizer, change: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
+    """An optimizer state dict with ``change(tensor, parameter)`` in place of the states' tensors."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+
+    def changed_entry(number: int) -> Any:
+        return states.map_tensors(state["state"][number], lambda tensor: change(tensor, params[number]))
+
+    return {**state, "state": {number: changed_entry(number) for number in state["state"]}}
+
+
+@contextmanager
+def _explaining(path: _PATH) -> Iterator[None]:
+    """Says of any failure to read which file it is about."""
+    try:
+        yield
+    except (FileNotFoundError, CheckpointError):
+        raise
+    except NotStored as error:
+        raise CheckpointError(f"`{path}` is not a complete checkpoint: {error}. Nothing was changed.") from error
+    except Exception as error:
+        cut = "it is cut short, or no file that `torch.save` wrote; " if _is_no_archive(path) else ""
+        raise CheckpointError(
+            f"`{path}` cannot be read as a checkpoint: {cut}{type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_no_archive(path: _PATH) -> bool:
+    return _is_local_file_protocol(path) and Path(path).is_file() and not zipfile.is_zipfile(path)
+
+
+def equalize_counters(checkpoint: dict[str, Any]) -> None:
+    """Gives Lightning's step counters for automatic and for manual optimization the same value, in place.
+
+    Each loop counts its own steps, and `global_step` reads one of them: an ordinary checkpoint resumed by the mixin, or
+    the other way round, would start at 0.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    automatic = loop.get("epoch_loop.automatic_optimization.optim_progress", {}).get("optimizer", {}).get("step")
+    manual = loop.get("epoch_loop.manual_optimization.optim_step_progress")
+    if not automatic or not manual:
+        return
+    for counter in ("ready", "completed"):
+        steps = max(automatic["total"][counter], manual["total"][counter])
+        automatic["total"][counter] = manual["total"][counter] = steps
+
+
+def consolidate(folder: str | Path, file: str | Path) -> Path:
+    """Turns a sharded checkpoint into one file, in a single process and without the model.
+
+    The file resumes on any strategy of this package and on Lightning's single-device and DDP strategies, and is what
+    ``LightningModule.load_from_checkpoint`` reads.
+
+    Args:
+        folder: What ``state_dict_type="sharded"`` wrote, here or with Lightning's ``ModelParallelStrategy``.
+        file: Where the file goes; what is there is replaced.
+
+    Returns:
+        ``file``, as a path.
+
+    Raises:
+        CheckpointError: ``folder`` is not a complete sharded checkpoint.
+
+    Example::
+
+        module = Lit.load_from_checkpoint(consolidate("last.ckpt", "last.file.ckpt"))
+        module.model.save_pretrained("exported")  # safetensors, where the model is one of `transformers`
+    """
+    with _explaining(folder):
+        checkpoint = Folder(Path(folder), alone=True).read_whole()
+    for state in checkpoint.get("optimizer_states", []):
+        names = [name for group in state["param_groups"] for name in group["params"]]
+        numbers = {name: number for number, name in enumerate(names)}
+        state["state"] = {
+            numbers[name]: entry for name, entry in sorted(state["state"].items(), key=lambda e: numbers[e[0]])
+        }
+        for group in state["param_groups"]:
+            group["params"] = [numbers[name] for name in group["params"]]
+    check_replaceable(Path(file))
+    storage.write_file(checkpoint, Path(file))
+    return Path(file)
