@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_bwdopt import checks, sharding
 from lightning_bwdopt.clipping import NONFINITE_CHOICES, NonFinite, run_backward
+from lightning_bwdopt.interruption import HalfAppliedStepError, allow_checkpoints, withhold_checkpoints
 from lightning_bwdopt.mixin import InBackwardBatch, OptimInBwdMixin, configure_optimizers
 from lightning_bwdopt.optimizer import OptimizerInBackward
 
@@ -66,6 +67,7 @@ class InBackwardStrategy(Strategy):
         else:
             super().setup_optimizers(trainer)
         self.optimizers_in_backward = []
+        self.step_half_applied = False
         if not self.enabled:
             return
         module = self.lightning_module
@@ -127,9 +129,8 @@ class InBackwardStrategy(Strategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        for core in self.optimizers_in_backward:
-            if core.attached:
-                core.attach()  # picks up what a callback has unfrozen or added
+        for core in self._attached():
+            core.attach()  # picks up what a callback has unfrozen or added
         if (manual_path := InBackwardBatch.of(self.lightning_module)) is not None:
             manual_path.await_batch()
 
@@ -155,7 +156,7 @@ class InBackwardStrategy(Strategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        cores = [core for core in self.optimizers_in_backward if core.attached]
+        cores = self._attached()
         if not cores:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         module = self.lightning_module
@@ -163,13 +164,21 @@ class InBackwardStrategy(Strategy):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         run = partial(self.precision_plugin.backward, loss, module, optimizer, *args, **kwargs)
-        with self._holding(cores), self._explaining():
-            self.step_half_applied = True
+        with self._noticing_interruption(), self._holding(cores), self._explaining():
             run_backward(cores, loss, run)
-            self.step_half_applied = False
         closure_loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._noticing_interruption():
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._noticing_interruption():  # of a module that calls `manual_backward` itself
+            return super().training_step(*args, **kwargs)
 
     @contextmanager
     def _holding(self, cores: list[OptimizerInBackward]) -> Iterator[None]:
@@ -215,12 +224,42 @@ class InBackwardStrategy(Strategy):
         """Whether the mixin runs the batches."""
         return self.enabled and isinstance(self.lightning_module, OptimInBwdMixin) and not self._is_user_manual()
 
+    def _attached(self) -> list[OptimizerInBackward]:
+        return [core for core in self.optimizers_in_backward if core.attached]
+
     def _is_user_manual(self) -> bool:
         module = self.lightning_module
         assert module is not None
         if isinstance(module, OptimInBwdMixin):
             return not module.declared_automatic_optimization
         return not module.automatic_optimization
+
+    # A step half applied --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _noticing_interruption(self) -> Iterator[None]:
+        """On an exception, or Ctrl-C, remembers whether parameters have moved in a step that has not ended."""
+        try:
+            yield
+        except BaseException:
+            if not self.step_half_applied and any(core.stepped for core in self._attached()):
+                self.step_half_applied = True
+                assert self.lightning_module is not None
+                withhold_checkpoints(self.lightning_module.trainer)
+            raise
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.step_half_applied and self.lightning_module is not None:
+            allow_checkpoints(self.lightning_module.trainer)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        # The first of the strategy that `Trainer.save_checkpoint` calls: before anything is gathered from other ranks.
+        if self.step_half_applied or any(core.stepped for core in self._attached()):
+            raise HalfAppliedStepError
+        return super().lightning_module_state_dict()
 
     # Clipping -------------------------------------------------------------------------------------------------------
 

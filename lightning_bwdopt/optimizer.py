@@ -72,9 +72,13 @@ class _Unit:
     def step(self) -> None:
         """Steps the parameters that have a gradient, and drops it."""
         self.arrived.clear()
-        for param in self.view.step():
-            param.grad = None
-            self.done.add(id(param))
+        try:
+            for param in self.view.step():
+                param.grad = None
+                self.done.add(id(param))
+        except BaseException:  # Ctrl-C, too
+            self.done.update(map(id, self.params))  # any of them may have moved
+            raise
 
     def drop(self) -> None:
         self.arrived.clear()
@@ -210,6 +214,18 @@ class OptimizerInBackward:
         self._unit_of.clear()
         self._layout.clear()
         self.real.give_back()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The hooks belong to these very parameters, so a copy of an attached one is not attached.
+        detached: dict[str, Any] = {
+            "_units": [],
+            "_unit_of": {},
+            "_layout": [],
+            "_hooks": {},
+            "_pass": None,
+            "parameter_names": {},
+        }
+        return {**vars(self), **detached, "real": AttachedOptimizer(self.optimizer)}
 
     def __enter__(self) -> Self:
         return self.attach()

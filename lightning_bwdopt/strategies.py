@@ -252,7 +252,8 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_root(self.precision_plugin.train_step_context(), "training_step", *args, **kwargs)
+        with self._noticing_interruption():
+            return self._through_root(self.precision_plugin.train_step_context(), "training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
