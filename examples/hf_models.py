@@ -146,11 +146,13 @@ def save_folder(
     Args:
         folder: Made where it does not exist.
         model: Gives the configuration; its own parameters may be sharded, they are not read.
-        state_dict: The whole weights, on the CPU, with the model's own key names.
+        state_dict: The whole weights, on the CPU, with the model's own key names. Of tied weights, which a gather has
+            copied, the first name is written, as ``transformers`` does.
         tokenizer: ``None`` where the model has none.
     """
     transformers_logging.disable_progress_bar()
-    model.save_pretrained(folder, state_dict=state_dict)
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    model.save_pretrained(folder, state_dict={name: value for name, value in state_dict.items() if name not in tied})
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

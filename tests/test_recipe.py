@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import wandb
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -175,6 +176,8 @@ def test_transformers_loads_the_result(runs: dict[str, Path]) -> None:
     weights = checkpoint_of(runs["on"])["state_dict"]
     folder = Path(summary_of(runs["on"])["checkpoint"]).parent / "transformers"
     assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model.safetensors"]
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        assert {"lm_head.weight"} == {name.removeprefix("model.") for name in weights} - set(stored.keys())
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert_equal({f"model.{name}": value for name, value in model.state_dict().items()}, dict(weights))
