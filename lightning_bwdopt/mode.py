@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_bwdopt import checks, sharding
@@ -61,11 +60,7 @@ class InBackwardStrategy(Strategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        if self._runs_manual_path():
-            assert isinstance(self.lightning_module, OptimInBwdMixin)
-            self.optimizers, self.lr_scheduler_configs = configure_optimizers(self.lightning_module)
-        else:
-            super().setup_optimizers(trainer)
+        self._build_optimizers(trainer)
         self.optimizers_in_backward = []
         self.step_half_applied = False
         if not self.enabled:
@@ -73,9 +68,7 @@ class InBackwardStrategy(Strategy):
         module = self.lightning_module
         assert module is not None
         clip = self._clip(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, _MockOptimizer):
-                continue  # `configure_optimizers` returned `None`
+        for optimizer in self._real_optimizers():
             checks.foreign_parameters(optimizer, module)
             checks.trainable(optimizer)
             self.optimizers_in_backward.append(
@@ -88,26 +81,23 @@ class InBackwardStrategy(Strategy):
                 )
             )
 
+    def _build_optimizers(self, trainer: Trainer) -> None:
+        if self._runs_manual_path():
+            assert isinstance(self.lightning_module, OptimInBwdMixin)
+            self.optimizers, self.lr_scheduler_configs = configure_optimizers(self.lightning_module)
+        else:
+            super().setup_optimizers(trainer)
+
+    def _real_optimizers(self) -> list[Optimizer]:
+        """Without Lightning's stand-in for `configure_optimizers` returning `None`."""
+        return [optimizer for optimizer in self.optimizers if not isinstance(optimizer, _MockOptimizer)]
+
     def _clip(self, trainer: Trainer) -> tuple[str, float] | None:
         value = trainer.gradient_clip_val
         checks.clipping(value, self.gradient_clipping)
         if not value or self.gradient_clipping != "exact":
             return None
         return (_kind(trainer.gradient_clip_algorithm), float(value))
-
-    def _remap_optimizers(self, names: WeakIdKeyDictionary) -> None:
-        """Gives optimizers that were built before sharding the parameters that sharding put in place.
-
-        ``LightningCLI`` builds a top-level ``optimizer:`` before the Trainer exists. ``names`` maps the parameters of
-        that time to their names.
-        """
-        module = self.lightning_module
-        assert module is not None
-        current = dict(module.named_parameters())
-        alive = {id(p) for p in current.values()}
-        for optimizer in self.optimizers:
-            for group in getattr(optimizer, "param_groups", ()):
-                group["params"] = [p if id(p) in alive else current.get(names.get(p, ""), p) for p in group["params"]]
 
     # The life of the hooks ------------------------------------------------------------------------------------------
 
@@ -321,11 +311,3 @@ class InBackwardStrategy(Strategy):
 def _kind(algorithm: Any) -> str:
     """Lightning's `gradient_clip_algorithm`, a string enum or `None`, as the core names it."""
     return "value" if algorithm == "value" else "norm"
-
-
-def remember_names(module: nn.Module) -> WeakIdKeyDictionary:
-    """The names of a module's parameters, without keeping the parameters alive."""
-    names = WeakIdKeyDictionary()
-    for name, param in module.named_parameters():
-        names[param] = name
-    return names

@@ -22,7 +22,8 @@ from typing_extensions import override
 from lightning_bwdopt import checks, loading, sharding
 from lightning_bwdopt.checkpoints import Checkpoints, ShardedCheckpoints
 from lightning_bwdopt.clipping import NonFinite
-from lightning_bwdopt.mode import GradientClipping, Granularity, InBackwardStrategy, remember_names
+from lightning_bwdopt.mode import GradientClipping, Granularity, InBackwardStrategy
+from lightning_bwdopt.remapping import remap_optimizers, remember_names
 from lightning_bwdopt.views import local_tensor
 
 if TYPE_CHECKING:
@@ -236,9 +237,13 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         return MixedPrecisionPolicy()
 
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
+    def _build_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        super()._build_optimizers(trainer)
+        assert self.lightning_module is not None
+        remap_optimizers(self.optimizers, self.lightning_module, self._names_before_sharding)
+        for optimizer in self._real_optimizers():  # with the mode off, too: nothing would train, silently
+            checks.foreign_parameters(optimizer, self.lightning_module)
 
     # Steps go through the sharded root's forward, so that its own parameters are gathered ----------------------------
 
