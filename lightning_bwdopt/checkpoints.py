@@ -159,7 +159,7 @@ class Checkpoints(Strategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         try:
-            matched = self._match_optimizers(checkpoint["optimizer_states"], checkpoint[MODEL_KEY])
+            matched = self._match_optimizers(checkpoint["optimizer_states"], checkpoint.get(MODEL_KEY, {}))
         except CheckpointError:
             self._restore_weights()
             raise
@@ -262,8 +262,8 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
         self._writer.wait()
         path = Path(path)
         with self._together():
+            check_replaceable(path)
             if self.is_global_zero:
-                check_replaceable(path)
                 storage.remove(storage.partial_path(path))
         state = {MODEL_KEY: checkpoint.pop(MODEL_KEY)}
         for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):

@@ -67,6 +67,29 @@ class OptimInBwdMixin:
         """What the module itself says; ``False``: its ``training_step`` calls ``manual_backward``."""
         return self._declared_automatic
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the state of each optimizer, as the Trainer's checkpoints have it, to a dict that has none.
+
+        When the Trainer saves, the state is there before it calls this (or it saves weights only).
+        """
+        super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+        if not _from_trainer(checkpoint) and "optimizer_states" not in checkpoint:
+            strategy = self.trainer.strategy  # type: ignore[attr-defined]
+            checkpoint["optimizer_states"] = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Loads the optimizers from what :meth:`on_save_checkpoint` made of an empty dict.
+
+        When the Trainer loads, it loads them itself.
+        """
+        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+        if not _from_trainer(checkpoint) and "optimizer_states" in checkpoint:
+            self.trainer.strategy.load_optimizer_state_dict(checkpoint)  # type: ignore[attr-defined]
+
+
+def _from_trainer(checkpoint: dict[str, Any]) -> bool:
+    return "state_dict" in checkpoint or "loops" in checkpoint
+
 
 class InBackwardBatch(_ManualOptimization):
     """Lightning's manual loop with the batch of its automatic loop inside (Lightning 2.6, private classes).

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_bwdopt.views import shard_like
+
 BUCKET_BYTES = 32 * 2**20  # what each rank sends in one collective; rank 0 holds this times the number of ranks
 _ALIGNMENT = 16  # of each tensor in a bucket: no dtype is wider
 
@@ -219,6 +221,8 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
     placed = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)  # `None`: no communication
     # The shard may be a view that keeps the whole tensor alive.
     local = placed._local_tensor.to(target.device, copy=True)
+    if value.shape == target.shape:
+        return shard_like(local, target)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=placed.stride())
 
 
@@ -228,15 +232,7 @@ def empty_like(value: Tensor, target: Tensor) -> Tensor:
         return torch.empty_like(value, device="cpu" if value.ndim == 0 else target.device)
     if value.ndim == 0:
         return torch.empty_like(value, device="cpu")
-    if value.shape != target.shape:
-        local = torch.empty_like(value, device=target.device)
-        return DTensor.from_local(local, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False)
-    local = torch.empty_like(target._local_tensor, dtype=value.dtype)
-    return DTensor.from_local(
-        local,
-        target.device_mesh,
-        target.placements,
-        run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
-    )
+    if value.shape == target.shape:
+        return shard_like(torch.empty_like(target._local_tensor, dtype=value.dtype), target)
+    local = torch.empty_like(value, device=target.device)
+    return DTensor.from_local(local, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False)
