@@ -71,7 +71,7 @@ class GradientTreatment:
         self.norm: Tensor | None = None
         self.clips_norm = self.clip is not None and self.clip.kind == "norm"
         self.sums_norm = grad_norm  # also where clipping does not need the norm
-        self._sums: dict[DeviceMesh | None, Tensor] = {}
+        self._sums: dict[DeviceMesh | None, list[Tensor]] = {}  # squared norms of units, each on its hook's stream
         self._nonfinite: dict[int, Tensor] = {}  # id(parameter) -> whether its gradient has bad elements: 0-d bool
         self._coefficient: Tensor | None = None
 
@@ -139,13 +139,13 @@ class GradientTreatment:
             squares = torch.stack(norms).square_()
             if any(_copies(g) != 1 for g in members):
                 squares /= torch.tensor([_copies(g) for g in members], device=squares.device)
-            total = squares.sum()
-            self._sums[mesh] = self._sums[mesh] + total if mesh in self._sums else total
+            self._sums.setdefault(mesh, []).append(squares.sum())
 
     def take_norm(self) -> Tensor:
         """Reduces the sums over their ranks, starts new ones, and keeps the result as :attr:`norm`."""
         total = torch.zeros(())
-        for mesh, square in self._sums.items():
+        for mesh, squares in self._sums.items():
+            square = torch.stack(squares).sum()
             if mesh is not None:
                 square = DTensor.from_local(square, mesh, [Partial()] * mesh.ndim, run_check=False).full_tensor()
             total = total.to(square.device) + square

@@ -308,10 +308,15 @@ class OptimizerInBackward:
                 refusals.failed_pass(self.stepped)
         if self._layout != self.real.layout():
             refusals.changed_groups(self.optimizer)
-        callback = self._end_backward
+        callback = self._end_of_graph
         self.real.notice_cleared_state()
         self._pass = weakref.ref(callback)  # autograd holds the callback as long as the pass lives, also if it fails
         torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _end_of_graph(self) -> None:
+        # Each FSDP root reduces what its modules left in a callback of its own, queued when backward reached the root:
+        # by now all of them are queued, and this goes behind them.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _process(self, unit: _Unit) -> None:
         """A unit's gradients are final: does with them what the phase says."""
@@ -325,7 +330,7 @@ class OptimizerInBackward:
         unit.drop()
 
     def _end_backward(self) -> None:
-        """Queued to the autograd engine: steps what is still incomplete at the end of the backward pass."""
+        """Runs last in a backward pass: steps what is still incomplete."""
         if torch._C._current_autograd_node() is not None:
             refusals.unseen_outer_pass()
         for unit in self._units:

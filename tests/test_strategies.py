@@ -16,7 +16,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lightning_bwdopt
 from helpers import Lit, Net, assert_equal, loader, observables, run_distributed, seeded, trainer
-from lightning_bwdopt import FSDPOptimInBwdStrategy, OptimInBwdMixin, SingleDeviceOptimInBwdStrategy
+from lightning_bwdopt import (
+    FSDPOptimInBwdStrategy,
+    OptimInBwdMixin,
+    OptimizerInBackward,
+    SingleDeviceOptimInBwdStrategy,
+)
+from lightning_bwdopt.clipping import total_norm
 
 
 class HandSharded(Lit):
@@ -239,3 +245,35 @@ def test_bad_optimizers_are_refused_before_training() -> None:
         with pytest.raises(MisconfigurationException, match=match):
             fit(make, "single_device_optim_in_bwd")
     run_distributed(check_bad_optimizers)
+
+
+def train_two_roots(in_backward: bool) -> Any:
+    """A bare loop over two FSDP roots: the second reduces in a callback that is queued late in backward."""
+    torch.manual_seed(3)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    encoder, decoder = Net(dropout=0.0), nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 1))
+    for root in (encoder, decoder):
+        fully_shard(root, mesh=mesh)
+    params = [*encoder.parameters(), *decoder.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    core = OptimizerInBackward(optimizer, [list(encoder.parameters()), list(decoder.parameters())], grad_norm=True)
+    if in_backward:
+        core.attach()
+    norms = []
+    for batch in torch.randn(4, 3, 6):
+        decoder(encoder(batch)).square().mean().backward()
+        norms.append(core.grad_norm if in_backward else total_norm([p.grad for p in params]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(norms), [p.full_tensor() for p in params]
+
+
+def check_two_roots() -> None:
+    norms, weights = train_two_roots(in_backward=True)
+    expected_norms, expected_weights = train_two_roots(in_backward=False)
+    assert_equal(weights, expected_weights)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-6, atol=0)
+
+
+def test_two_fsdp_roots() -> None:
+    run_distributed(check_two_roots)
