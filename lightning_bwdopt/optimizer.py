@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_bwdopt import refusals
 from lightning_bwdopt.attached import AttachedOptimizer
 from lightning_bwdopt.clipping import GradientTreatment, NonFinite, run_backward
-from lightning_bwdopt.selfcheck import check_optimizer
+from lightning_bwdopt.selfcheck import SEPARABLE_OPTIMIZERS, RandomNumbers, check_optimizer
 from lightning_bwdopt.views import StepView
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class _Unit:
 
     def step(self) -> None:
         """Steps the parameters that have a gradient, and drops it."""
+        draws = RandomNumbers(self.params[0].device) if self._core._watches_draws else None
         self.arrived.clear()
         try:
             for param in self.view.step():
@@ -79,6 +80,8 @@ class _Unit:
         except BaseException:  # Ctrl-C, too
             self.done.update(map(id, self.params))  # any of them may have moved
             raise
+        if draws is not None and draws.drawn():
+            refusals.drawn_numbers(self._core.optimizer)
 
     def drop(self) -> None:
         self.arrived.clear()
@@ -140,6 +143,7 @@ class OptimizerInBackward:
         self.optimizer = optimizer
         self.treatment = GradientTreatment(clip, grad_norm, on_nonfinite)
         self.real = AttachedOptimizer(optimizer)
+        self._watches_draws = self_check and type(optimizer) not in SEPARABLE_OPTIMIZERS
         self.parameter_names: Mapping[int, str] = {}  # id(parameter) -> name, for messages
         self.steps = 0  # how many steps have ended, for messages
         self.leaves_out_step = False  # `on_nonfinite="skip"` drops every gradient until the step ends

@@ -23,6 +23,34 @@ def not_an_optimizer(optimizer: object) -> NoReturn:
     )
 
 
+def needs_closure(optimizer: Optimizer) -> NoReturn:
+    """A class that evaluates the loss itself."""
+    raise ValueError(
+        f"`{type(optimizer).__name__}` needs a closure: it evaluates the loss several times per step, and in the"
+        " backward pass each parameter steps once. Use another optimizer, or train it with the mode off"
+        " (`enabled=False`)."
+    )
+
+
+def not_separable(optimizer: Optimizer, reason: str | None) -> None:
+    """A class whose result would change; ``None``: it would not."""
+    if reason is not None:
+        raise ValueError(
+            f"`{type(optimizer).__name__}` {reason}, so stepping each parameter in the backward pass would not give the"
+            " ordinary result. Use another optimizer, train with the mode off (`enabled=False`), or pass"
+            " `self_check=False` to accept another result."
+        )
+
+
+def drawn_numbers(optimizer: Optimizer) -> NoReturn:
+    """A class that the self-check did not see draw."""
+    raise RuntimeError(
+        f"`{type(optimizer).__name__}` has drawn random numbers in its step, which come in the order of backward and"
+        " not in that of an ordinary step. Use another optimizer, train with the mode off (`enabled=False`), or pass"
+        " `self_check=False` to accept another result."
+    )
+
+
 def nothing_trainable(optimizer: Optimizer) -> NoReturn:
     """An optimizer in which everything is frozen."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bwdopt.views import StepView, same_class
+from lightning_bwdopt import refusals
+from lightning_bwdopt.attached import AttachedOptimizer
+from lightning_bwdopt.views import StepView, plain_attributes, same_class
 
 # Read in their source: each parameter's update depends on that parameter, its gradient, its state and its group alone.
 SEPARABLE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
@@ -32,8 +38,12 @@ SEPARABLE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
         torch.optim.SparseAdam,
     }
 )
-_PROBE_STEPS = 40
 _OF_PARAMS = ("params", "param_names")  # entries of a group that are not hyperparameters
+# (learning rate, longest side of the first tensor, steps). At the user's rate a coupling can hide behind rounding; at
+# 1.0 the estimates of adaptive classes move. Some draw random numbers, or quantize, for larger matrices only.
+_SECONDS = 0.25
+_STEPS_OF_A_SLOW_CLASS = 6
+_PROBES: tuple[tuple[float | None, int, int], ...] = ((None, 64, 2), (None, 4, 25), (1.0, 4, 25))
 
 
 def check_optimizer(optimizer: Optimizer, *, probe: bool = True) -> None:
@@ -46,101 +56,144 @@ def check_optimizer(optimizer: Optimizer, *, probe: bool = True) -> None:
     Raises:
         ValueError: with the reason.
     """
-    name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise ValueError(
-            f"`{name}` needs a closure: it evaluates the loss several times per step, and in the backward pass each"
-            " parameter steps once. Use another optimizer, or train it with the mode off (`enabled=False`)."
-        )
+        refusals.needs_closure(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
-            f"`{name}(differentiable=True)` keeps the graph of every step, which needs all gradients to stay. Pass"
-            " `differentiable=False`, or train it with the mode off (`enabled=False`)."
+            f"`{type(optimizer).__name__}(differentiable=True)` keeps the graph of every step, which needs all"
+            " gradients to stay. Pass `differentiable=False`, or train it with the mode off (`enabled=False`)."
         )
-    if probe and type(optimizer) not in SEPARABLE_OPTIMIZERS and (reason := _probe(optimizer)):
-        raise ValueError(
-            f"`{name}` {reason}, so stepping each parameter in the backward pass would not give the ordinary result."
-            " Use another optimizer, train with the mode off (`enabled=False`), or pass `self_check=False` to accept"
-            " another result."
-        )
+    if probe and type(optimizer) not in SEPARABLE_OPTIMIZERS:
+        refusals.not_separable(optimizer, _probe(optimizer))
 
 
 def _probe(optimizer: Optimizer) -> str | None:
     """Steps copies jointly and through views on small tensors; why the results differ, or ``None``."""
-    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-        return "wraps another optimizer, which steps all of its parameters at once"
-    # At the user's rate a coupling can hide behind rounding; at 1.0 the estimates of adaptive classes move.
-    for rate in (None, 1.0):
-        with torch.random.fork_rng(devices=[]):
-            try:
-                joint, draws = _run(optimizer, rate, split=False)
-            except Exception as error:
-                return f"fails on small random tensors (`{type(error).__name__}: {error}`) and cannot be probed"
-            try:
-                split, _ = _run(optimizer, rate, split=True)
-            except Exception as error:
-                return f"fails when it steps one parameter at a time (`{type(error).__name__}: {error}`)"
-        if not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(joint, split, strict=True)):
-            return "draws random numbers in order" if draws else "couples parameters in its step"
+    for value in vars(optimizer).values():
+        if any(isinstance(part, Optimizer) for part in (value if isinstance(value, list | tuple) else (value,))):
+            return "wraps another optimizer, which steps all of its parameters at once"
+    device = optimizer.param_groups[0]["params"][0].device
+    with ExitStack() as stack:
+        devices = [] if device.type == "cpu" else [device.index or 0]
+        stack.enter_context(torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type))
+        if "torch._dynamo" in sys.modules:  # a class that compiles its step would take seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for rate, size, steps in _PROBES:
+            if reason := _compare(optimizer, rate, size, steps):
+                return reason
     return None
 
 
-def _run(optimizer: Optimizer, rate: float | None, *, split: bool) -> tuple[list[Tensor], bool]:
-    """Some steps with drifting gradients on copies; the parameters and state tensors, and whether it drew numbers."""
-    groups = [_small_group(group, rate) for group in optimizer.param_groups[:4]]
-    params = [p for group in groups for p in group["params"]]
-    trial = _trial(optimizer, groups)
-    written: dict[tuple[int, str], Any] = {}
-    views = [StepView(trial, [p], written, {}) for p in reversed(params)] if split else []
+def _compare(optimizer: Optimizer, rate: float | None, size: int, steps: int) -> str | None:
+    ends = time.perf_counter() + _SECONDS / len(_PROBES)
+    try:
+        joint, split = _Trial(optimizer, rate, size), _Trial(optimizer, rate, size)
+    except Exception as error:
+        return f"cannot be copied for a probe on small tensors (`{type(error).__name__}: {error}`)"
+    views = [StepView(split.optimizer, [p], split.real.written, {}) for p in reversed(split.params)]
     noise = torch.Generator().manual_seed(0)
-    draws = False
-    for step in range(_PROBE_STEPS):
-        for number, param in enumerate(params):
-            gradient = torch.randn(param.shape, generator=noise) * (1 + number) + 0.1 * step
-            param.grad = gradient.to(param.device, param.dtype)
-        torch.manual_seed(step)
-        before = torch.get_rng_state()
-        if split:
+    for step in range(steps):
+        if step >= _STEPS_OF_A_SLOW_CLASS and time.perf_counter() > ends:
+            break
+        for number, (one, other) in enumerate(zip(joint.params, split.params, strict=True)):
+            gradient = torch.randn(one.shape, generator=noise) * (1 + number) + 0.1 * step  # drifts
+            one.grad = gradient.to(one.device, one.dtype)
+            other.grad = one.grad.clone()
+        draws = RandomNumbers(joint.params[0].device)
+        try:
+            joint.optimizer.step()
+        except Exception as error:
+            needs = "needs a closure and" if "closure" in str(error).lower() else ""
+            return f"{needs} fails on small random tensors (`{type(error).__name__}: {error}`)".strip()
+        if draws.drawn():
+            return "draws random numbers, in the order of the parameters"
+        try:
             for view in views:
                 view.step()
-            for (index, key), value in written.items():
-                trial.param_groups[index][key] = value
-            written.clear()
-        else:
-            trial.step()
-        draws |= not torch.equal(before, torch.get_rng_state())
-    tensors = [value for p in params for value in trial.state[p].values() if isinstance(value, Tensor)]
-    return [t.detach() for t in (*params, *tensors)], draws
+        except Exception as error:
+            return f"fails when it steps one parameter at a time (`{type(error).__name__}: {error}`)"
+        split.real.settle()
+        if joint.numbers() != split.numbers() or not all(map(_same, joint.tensors(), split.tensors())):
+            return "couples parameters in its step"
+    return None
 
 
-def _trial(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer like this one, without state, for other parameters."""
+class _Trial:
+    """A copy of an optimizer on small parameters, with an empty state."""
+
+    def __init__(self, optimizer: Optimizer, rate: float | None, size: int) -> None:
+        noise = torch.Generator().manual_seed(1)
+        memo: dict[int, Any] = {}  # what refers to a parameter refers to its small one in the copy
+        groups = []
+        for group in optimizer.param_groups[:4]:
+            params = group["params"]
+            kinds = [params[i % len(params)] for i in range(4 if len(optimizer.param_groups) == 1 else 2) if params]
+            small = [_small(kind, 4 + i if i else size, noise) for i, kind in enumerate(kinds)]
+            memo.update((id(p), small[i % len(small)]) for i, p in enumerate(params))
+            rest = {key: value for key, value in group.items() if key not in _OF_PARAMS}
+            groups.append({"params": small, **copy.deepcopy(rest, memo)})
+            if rate is not None and "lr" in group:
+                groups[-1]["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+        self.params = [p for group in groups for p in group["params"]]
+        self.optimizer = _like(optimizer, groups, memo)
+        self.real = AttachedOptimizer(self.optimizer)
+
+    def numbers(self) -> str:
+        """What the class keeps outside of tensors, in attributes, groups and in its state, as text."""
+        own = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
+        groups = [{k: v for k, v in g.items() if isinstance(v, int | float)} for g in self.optimizer.param_groups]
+        return repr((plain_attributes(self.optimizer), groups, own))
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.params
+        for param in self.params:
+            yield from (value for value in self.optimizer.state[param].values() if isinstance(value, Tensor))
+
+
+def _like(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any] | None = None) -> Optimizer:
+    """An optimizer like this one for other parameters, without what its state keeps for them."""
     trial = same_class(optimizer, groups)
     for key, value in vars(optimizer).items():
         if key not in ("param_groups", "state", "step") and not key.startswith("_optimizer_"):
-            setattr(trial, key, copy.deepcopy(value))
-    trial.state = defaultdict(dict)
-    if callable(switch := getattr(trial, "train", None)):  # schedule-free optimizers step in this mode only
+            setattr(trial, key, copy.deepcopy(value, memo))
+    own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    trial.state = defaultdict(dict, copy.deepcopy(own, memo))
+    if callable(switch := getattr(trial, "train", None)):  # schedule-free classes step in this mode only
         switch()
     return trial
 
 
-def _small_group(group: dict[str, Any], rate: float | None) -> dict[str, Any]:
-    """A group with the same hyperparameters and four small parameters of the same kinds."""
-    small = {key: copy.deepcopy(value) for key, value in group.items() if key not in _OF_PARAMS}
-    if rate is not None and "lr" in small:
-        small["lr"] = torch.full_like(small["lr"], rate) if isinstance(small["lr"], Tensor) else rate
-    kinds = [group["params"][i % len(group["params"])] for i in range(4)] if group["params"] else []
-    noise = torch.Generator().manual_seed(1)
-    small["params"] = [_small_param(p, noise, longer_by=i) for i, p in enumerate(kinds)]
-    return small
+def _small(param: Tensor, size: int, noise: torch.Generator) -> Tensor:
+    """A random parameter of the same kind, no side longer than ``size``."""
+    shape = [min(side, size) for side in param.shape]
+    return torch.randn(shape, generator=noise).to(param.device, param.dtype).requires_grad_()
 
 
-def _small_param(like: Tensor, noise: torch.Generator, longer_by: int = 0) -> Tensor:
-    """A small parameter with as many dimensions, on the same device and of the same dtype."""
-    shape = [(4, 3, 2, 2, 2)[dim] + (longer_by if dim == 0 else 0) for dim in range(like.ndim)]
-    return torch.randn(shape, generator=noise).to(like.device, like.dtype).requires_grad_()
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+class RandomNumbers:
+    """Notices that a random number was drawn since it was made.
+
+    Args:
+        device: Where, besides the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = self._states()
+
+    def drawn(self) -> bool:
+        """Whether a state of the generators has changed."""
+        return any(not torch.equal(a, b) for a, b in zip(self._before, self._states(), strict=True))
+
+    def _states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
 
 
 def first_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, bool]] | None:
@@ -158,10 +211,10 @@ def first_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[tupl
     small: list[dict[str, Any]] = []
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         kinds = {p.ndim: p for p in own["params"]}
-        params.append([_small_param(kind, torch.Generator().manual_seed(0)) for kind in kinds.values()])
+        params.append([_small(kind, 4, torch.Generator().manual_seed(0)) for kind in kinds.values()])
         settings = {key: copy.deepcopy(value) for key, value in {**own, **group}.items() if key not in _OF_PARAMS}
         small.append({**settings, "params": params[-1]})
-    trial = _trial(optimizer, small)
+    trial = _like(optimizer, small)
     with torch.random.fork_rng(devices=[]):
         try:
             for param in (p for members in params for p in members):
