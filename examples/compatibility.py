@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bwdopt import OptimizerInBackward
-from lightning_bwdopt.selfcheck import check_optimizer
 from lightning_bwdopt.views import plain_attributes
 
 LIBRARIES = {  # import name -> distribution
@@ -42,13 +41,29 @@ RATES = (0.01, 1.0)
 STEPS = 100
 SECONDS = 10.0  # an ordinary run that has taken so long ends, and the other makes as many steps
 PLAIN = (Tensor, nn.Parameter)
-MATRICES_ONLY = frozenset({"torch.optim.Muon"})  # the class refuses vectors
+MATRICES_ONLY = frozenset({"torch.optim.Muon", "pytorch_optimizer.SpectralSphere"})  # they refuse vectors
+SPARSE_ONLY = frozenset({"torch.optim.SparseAdam"})
 ABSTRACT = frozenset({"torch.optim.Optimizer", "torchao.optim._AdamW"})
 
 
-def network() -> nn.Module:
+class Sparse(nn.Module):
+    """A network whose trainable gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.EmbeddingBag(64, 8, sparse=True)
+        self.second = nn.EmbeddingBag(64, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.abs() * 20).long().clamp(max=63)
+        return (self.first(tokens) * self.second(tokens)).sum(dim=1, keepdim=True)
+
+
+def network(cls: type[Optimizer]) -> nn.Module:
     """Small, with one weight of 4096 elements: from that size on 8-bit states are used."""
     torch.manual_seed(0)
+    if qualified(cls) in SPARSE_ONLY:
+        return Sparse()
     return nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
@@ -74,6 +89,7 @@ def build(cls: type[Optimizer], model: nn.Module, rate: float) -> Optimizer:
         ("total_steps", STEPS),
         ("model", model),
         ("num_batches_per_epoch", 10),
+        ("num_data", 16),
     ):
         if key in required:
             arguments[key] = value
@@ -84,6 +100,8 @@ def build(cls: type[Optimizer], model: nn.Module, rate: float) -> Optimizer:
         return make(**arguments)
     try:
         return make(params, **arguments)
+    except NotImplementedError:  # "without momentum is not supported"
+        return make(params, momentum=0.9, **arguments)
     except RuntimeError:  # Muon's relatives in `pytorch_optimizer` want to be told
         matrices = [p for p in params if p.ndim == 2]
         vectors = [p for p in params if p.ndim != 2]
@@ -95,7 +113,7 @@ def train(
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
     """Losses, and weights, state tensors and attributes at the end, of a run on the network; of a slow one a part."""
     ends = time.perf_counter() + SECONDS
-    model = network()
+    model = network(cls)
     optimizer = build(cls, model, rate)
     if callable(switch := getattr(optimizer, "train", None)):
         switch()
@@ -115,7 +133,9 @@ def train(
         losses.append(loss.item())
     if core is not None:
         core.remove()
-    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    state: list[Any] = []
+    for entry in optimizer.state.values():
+        state += entry.values() if isinstance(entry, dict) else [entry]
     tensors = [t.detach() for t in (*model.parameters(), *state) if isinstance(t, Tensor)]
     tensors = [t if type(t) in PLAIN else t.dequantize() for t in tensors]
     numbers = {f"attribute `{key}`": v for key, v in plain_attributes(optimizer).items() if key != "_opt_called"}
@@ -146,15 +166,13 @@ def examine(cls: type[Optimizer]) -> Row:
     verdict = ""
     seconds = 0.0
     try:
-        optimizer = build(cls, network(), RATES[0])
-        if not isinstance(optimizer, Optimizer):
-            return Row(name, "is no `torch.optim.Optimizer`", "cannot run", "", 0.0)
+        optimizer = build(cls, network(cls), RATES[0])
     except Exception as error:
         return Row(name, "", "cannot run", brief(error), 0.0)
     started = time.perf_counter()
     try:
-        check_optimizer(optimizer)
-    except ValueError as error:
+        OptimizerInBackward(optimizer)
+    except (TypeError, ValueError) as error:
         verdict = str(error)
     seconds = time.perf_counter() - started
     largest = 0.0

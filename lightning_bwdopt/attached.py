@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bwdopt import refusals
@@ -77,8 +78,12 @@ class AttachedOptimizer:
         for (index, key), value in self.written.items():
             if index == ATTRIBUTES:
                 setattr(optimizer, key, value)
+                continue
+            group = optimizer.param_groups[index]
+            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                group[key].copy_(value)  # the step has changed it in place, on a copy
             else:
-                optimizer.param_groups[index][key] = value
+                group[key] = value
         self.written.clear()
         if len(optimizer.state) != self._ordered_states:
             # Backward met the parameters last to first; an ordinary step adds their states in the groups' order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -258,4 +259,15 @@ def clipping(value: float | None, treatment: str) -> None:
             f"`gradient_clip_val={value}` needs all gradients at once, and the optimizer in backward uses each as it"
             " comes. Pass `gradient_clipping='exact'` (clipping by norm then takes a second backward pass),"
             " `'disable'`, or leave `gradient_clip_val` out."
+        )
+
+
+def takes_retain_graph(module: LightningModule) -> None:
+    """An override of ``backward`` where clipping by norm walks the graph twice."""
+    parameters = inspect.signature(module.backward).parameters
+    if "retain_graph" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise MisconfigurationException(
+            f"`{class_name(module)}.backward` takes `{', '.join(parameters)}` and no `retain_graph`. Exact clipping by"
+            " norm runs two backward passes over one graph. Declare `backward(self, loss, *args, **kwargs)` and pass"
+            " them on to `loss.backward(*args, **kwargs)`, or clip by value (`gradient_clip_algorithm='value'`)."
         )

@@ -223,9 +223,10 @@ def run_backward(cores: Sequence[OptimizerInBackward], loss: Tensor, run: Callab
         Whether the parameters moved (or their gradients are held): ``False`` for a skipped step.
 
     Raises:
-        FloatingPointError: the loss or, when clipping by norm, a gradient is not finite and that is an error.
+        FloatingPointError: the loss or a gradient is not finite, and that is an error or others have moved already.
     """
     run = loss.backward if run is None else run
+    cores = [core for core in cores if core.reachable]
     action = next((core.treatment.on_nonfinite for core in cores if core.treatment.on_nonfinite != "ignore"), "ignore")
     if action != "ignore" and (bad := _nonfinite_ranks(loss, distributed=any(core.distributed for core in cores))):
         moved = sum(core.stepped for core in cores)
@@ -233,16 +234,19 @@ def run_backward(cores: Sequence[OptimizerInBackward], loss: Tensor, run: Callab
             refusals.nonfinite_loss(loss.item(), bad, cores[0].steps, moved)
         for core in cores:
             core.leave_out_step()
-    if any(core.leaves_out_step for core in cores):
-        with _phases(cores, "drop"):
-            run()  # FSDP's own state is only in order again after a backward pass
-        return _leave_out(cores)
+    left_out = [core for core in cores if core.leaves_out_step]
+    stepping = [core for core in cores if not core.leaves_out_step]
+    with _phases(left_out, "drop"):
+        if any(core.treatment.clips_norm and not core.holds for core in stepping):
+            moved = _run_clipping(stepping, run)
+        else:
+            run()  # also when nothing steps: FSDP's own state is only in order again after a backward pass
+            moved = True
+    return _leave_out(left_out) if left_out else moved
 
+
+def _run_clipping(cores: Sequence[OptimizerInBackward], run: Callable[..., Any]) -> bool:
     stepping = [core for core in cores if not core.holds]
-    clipping = [core for core in stepping if core.treatment.clips_norm]
-    if not clipping:
-        run()
-        return True
     if any(core.has_held_gradients for core in cores):
         # The norm is that of the sum over the micro-batches, known only when the last of them has been added.
         with _phases(stepping, "hold"):
@@ -253,33 +257,26 @@ def run_backward(cores: Sequence[OptimizerInBackward], loss: Tensor, run: Callab
             core.step_held()
             core.end_of_gradients()
         return True
-    with _phases(cores, "drop"), _phases(clipping, "measure"):
-        try:
-            run(retain_graph=True)
-        except RuntimeError as error:
-            refusals.second_pass(error)
-            raise
-    for core in clipping:
-        core.treatment.prepare_clipping()
-    bad_gradients = [name for core in clipping if (name := core.nonfinite_gradient())]
-    if bad_gradients:
-        moved = sum(core.stepped for core in cores)
-        if action == "error" or moved:
-            refusals.nonfinite_gradient(bad_gradients[0], cores[0].steps, moved)
-        return _leave_out(cores)
+    clipping = [core for core in stepping if core.treatment.clips_norm]
     try:
+        with _phases(cores, "drop"), _phases(clipping, "measure"):
+            run(retain_graph=True)
+        for core in clipping:
+            core.treatment.prepare_clipping()
+        if not all(core.finds_finite() for core in clipping):
+            return _leave_out(cores)
         run()
+        return True
     except RuntimeError as error:
         refusals.second_pass(error)
         raise
     finally:
         for core in clipping:
             core.treatment.forget()
-    return True
 
 
 def _leave_out(cores: Sequence[OptimizerInBackward]) -> bool:
-    """The step is left out; where its end is that of the backward pass it ends."""
+    """Leaves out the step of these; where its end is that of its last backward pass, that is now."""
     for core in cores:
         core.leave_out_step()
         if not (core.calls_step or core.holds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from lightning_bwdopt.optimizer import OptimizerInBackward
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 Granularity = Literal["unit", "parameter"]
 GradientClipping = Literal["disable", "error", "exact"]
@@ -55,6 +57,7 @@ class InBackwardStrategy(Strategy):
         self.step_half_applied = False  # an exception left a backward pass in which parameters may have moved
         self._blocks: list[nn.Module] = []
         self._warned: set[str] = set()
+        self._frequencies: dict[int, tuple[LRSchedulerConfig, int]] = {}  # of schedulers that wait for this batch
 
     # Setting up -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +122,9 @@ class InBackwardStrategy(Strategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._release_schedulers()
         for core in self._attached():
+            core.steps = self.lightning_module.trainer.global_step  # type: ignore[union-attr]
             core.attach()  # picks up what a callback has unfrozen or added
         if (manual_path := InBackwardBatch.of(self.lightning_module)) is not None:
             manual_path.await_batch()
@@ -136,6 +141,7 @@ class InBackwardStrategy(Strategy):
         super().teardown()
 
     def _detach(self) -> None:
+        self._release_schedulers()
         for core in self.optimizers_in_backward:
             core.remove()
         vars(self.precision_plugin).pop("clip_gradients", None)
@@ -155,7 +161,8 @@ class InBackwardStrategy(Strategy):
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         run = partial(self.precision_plugin.backward, loss, module, optimizer, *args, **kwargs)
         with self._noticing_interruption(), self._holding(cores), self._explaining():
-            run_backward(cores, loss, run)
+            if not run_backward(cores, loss, run):
+                self._hold_schedulers()
         closure_loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -169,6 +176,21 @@ class InBackwardStrategy(Strategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._noticing_interruption():  # of a module that calls `manual_backward` itself
             return super().training_step(*args, **kwargs)
+
+    def _hold_schedulers(self) -> None:
+        """A step that was left out is none for the schedulers, which Lightning steps after each batch.
+
+        Lightning has no hook that decides it; it steps a scheduler when the batch's number divides by its frequency.
+        """
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step":
+                self._frequencies.setdefault(id(config), (config, config.frequency))
+                config.frequency = sys.maxsize
+
+    def _release_schedulers(self) -> None:
+        for config, frequency in self._frequencies.values():
+            config.frequency = frequency
+        self._frequencies.clear()
 
     @contextmanager
     def _holding(self, cores: list[OptimizerInBackward]) -> Iterator[None]:
@@ -273,6 +295,8 @@ class InBackwardStrategy(Strategy):
                 f" gradients are gone (`gradient_clipping={self.gradient_clipping!r}`). Remove it and use"
                 " `gradient_clip_val`, or pass `gradient_clipping='disable'`."
             )
+        if self._clip(module.trainer) and self._clip(module.trainer)[0] == "norm":  # type: ignore[index]
+            checks.takes_retain_graph(module)
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
 
     def _clip_gradients(

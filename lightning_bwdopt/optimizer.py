@@ -137,7 +137,7 @@ class OptimizerInBackward:
         on_nonfinite: NonFinite = "ignore",
         self_check: bool = True,
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
+        if not (isinstance(optimizer, Optimizer) and hasattr(optimizer, "param_groups")):
             refusals.not_an_optimizer(optimizer)
         check_optimizer(optimizer, probe=self_check)
         self.optimizer = optimizer
@@ -296,6 +296,11 @@ class OptimizerInBackward:
         return any(p.grad is not None for unit in self._units for p in unit.params)
 
     @property
+    def reachable(self) -> bool:
+        """Whether a backward can reach a parameter: Lightning's `toggle_optimizer` freezes those of the others."""
+        return any(p.requires_grad for unit in self._units for p in unit.params)
+
+    @property
     def distributed(self) -> bool:
         """Whether parameters are sharded or replicated over ranks, so that all of them step together."""
         return any(isinstance(p, DTensor) for unit in self._units for p in unit.params)
@@ -385,6 +390,10 @@ class OptimizerInBackward:
         if not self.treatment.active:
             return True
         self.treatment.apply_to_held([p for unit in self._units for p in unit.with_gradient()])
+        return self.finds_finite()
+
+    def finds_finite(self) -> bool:
+        """Whether all gradients were finite, of which none has been used; drops them where the step is left out."""
         bad = self.nonfinite_gradient()
         if bad is None:
             return True
@@ -418,6 +427,7 @@ class OptimizerInBackward:
 
     def _forget_pass(self) -> None:
         self._pass = None
+        self.treatment.forget()
         for unit in self._units:
             unit.arrived.clear()
             unit.done.clear()

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 def not_an_optimizer(optimizer: object) -> NoReturn:
     """Something else in the optimizer's place; a wrapper that only looks like one, too."""
     raise TypeError(
-        f"`optimizer` is a `{type(optimizer).__name__}` and not a `torch.optim.Optimizer`, so it has no state and"
-        " groups to step through. Pass the optimizer that your loop or `configure_optimizers` built."
+        f"`optimizer` is a `{type(optimizer).__name__}` and not a `torch.optim.Optimizer` with state and groups of its"
+        " own to step through. Pass the optimizer that your loop or `configure_optimizers` built."
     )
 
 

@@ -15,16 +15,8 @@ from torch.optim import Optimizer
 _MISSING = object()
 # Entries of a view's group that may differ from the real group's without being a counter to write back.
 _OWN_ENTRIES = frozenset({"params", "foreach"})
-# Attributes that torch itself puts on every optimizer; counters of a class are others (`Ranger21.lookahead_step`).
-_TORCH_ATTRIBUTES = frozenset(
-    {
-        "_need_device_dtype_check_for_fused",
-        "_opt_called",
-        "_step_supports_amp_scaling",
-        "_warned_capturable_if_run_uncaptured",
-        "_zero_grad_profile_name",
-    }
-)
+# Entries that hold a rate, maybe as a tensor. Other tensors in a group are counters (`optimi`: `step`).
+_RATES = frozenset({"lr", "initial_lr"})
 # The group index under which `StepView` reports an attribute that a step has changed.
 ATTRIBUTES = -1
 
@@ -83,7 +75,7 @@ class StepView:
         self._shards: list[_ShardState] = []  # of the DTensors
         self._plain: list[Tensor] = []  # the other parameters
         self._view = same_class(optimizer, [{"params": members} for _, members in self._members])
-        self._attributes = [name for name in plain_attributes(optimizer) if name not in _TORCH_ATTRIBUTES]
+        self._has_attributes = not type(optimizer).__module__.startswith("torch.optim.")
 
     def step(self) -> list[Tensor]:
         """Steps every parameter of the view that has a gradient, and returns these. The gradients stay."""
@@ -97,13 +89,13 @@ class StepView:
         return stepped
 
     def _read_groups(self) -> None:
-        for name in self._attributes:
-            setattr(self._view, name, getattr(self._real, name))
+        if self._has_attributes:
+            vars(self._view).update(plain_attributes(self._real))
         groups = self._real.param_groups
         for mine, (index, _) in zip(self._view.param_groups, self._members):
             for key, value in groups[index].items():
                 if mine.get(key, _MISSING) is not value and key != "params":
-                    mine[key] = value
+                    mine[key] = value.clone() if isinstance(value, Tensor) and key not in _RATES else value
             if self._on_shards and mine.get("foreach", True) is None and not mine.get("fused"):
                 # torch.optim.optimizer._default_to_fused_or_foreach never picks foreach for DTensors. For the plain
                 # shards it would, on an accelerator, and round differently from the ordinary run.
@@ -112,9 +104,10 @@ class StepView:
             self._used[index] = {**mine, "lr": rate.detach().clone()} if isinstance(rate, Tensor) else mine
 
     def _collect_written(self) -> None:
-        for name in self._attributes:
-            if (value := getattr(self._view, name)) is not getattr(self._real, name):
-                self._written[ATTRIBUTES, name] = value
+        if self._has_attributes:
+            for name, value in plain_attributes(self._view).items():
+                if vars(self._real).get(name, _MISSING) is not value:
+                    self._written[ATTRIBUTES, name] = value
         groups = self._real.param_groups
         for mine, (index, _) in zip(self._view.param_groups, self._members):
             real = groups[index]
