@@ -55,6 +55,7 @@ class Sparse(nn.Module):
         self.second = nn.EmbeddingBag(64, 8, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Looks up rows by the size of the inputs."""
         tokens = (x.abs() * 20).long().clamp(max=63)
         return (self.first(tokens) * self.second(tokens)).sum(dim=1, keepdim=True)
 

@@ -42,7 +42,7 @@ _OF_PARAMS = ("params", "param_names")  # entries of a group that are not hyperp
 # (learning rate, longest side of the first tensor, steps). At the user's rate a coupling can hide behind rounding; at
 # 1.0 the estimates of adaptive classes move. Some draw random numbers, or quantize, for larger matrices only.
 _SECONDS = 0.25
-_STEPS_OF_A_SLOW_CLASS = 6
+_STEPS_OF_A_SLOW_CLASS = 3
 _PROBES: tuple[tuple[float | None, int, int], ...] = ((None, 64, 2), (None, 4, 25), (1.0, 4, 25))
 
 

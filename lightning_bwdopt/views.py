@@ -105,12 +105,12 @@ class StepView:
 
     def _collect_written(self) -> None:
         if self._has_attributes:
-            for name, value in plain_attributes(self._view).items():
-                if vars(self._real).get(name, _MISSING) is not value:
-                    self._written[ATTRIBUTES, name] = value
-        groups = self._real.param_groups
+            mine, real = vars(self._view), vars(self._real)
+            for name in {**plain_attributes(self._real), **plain_attributes(self._view)}:
+                if mine.get(name, _MISSING) is not real.get(name, _MISSING):
+                    self._written[ATTRIBUTES, name] = mine[name]
         for mine, (index, _) in zip(self._view.param_groups, self._members):
-            real = groups[index]
+            real = self._real.param_groups[index]
             for key, value in mine.items():
                 if real.get(key, _MISSING) is not value and key not in _OWN_ENTRIES:
                     self._written[index, key] = value
