@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers import Block, Net, assert_equal
+from examples import bare_loop, fabric_loop
+from helpers import Block, Net, assert_equal, full, run_distributed
 from lightning_bwdopt import OptimizerInBackward
 from lightning_bwdopt.clipping import run_backward
 
@@ -521,3 +523,143 @@ def test_step_hooks() -> None:
         loss_of(net).backward()
         with pytest.raises(RuntimeError, match="`AdamW` has a `step` post-hook, which runs in"):
             loss_of(net).backward()
+
+
+# Hyperparameters --------------------------------------------------------------------------------------------------
+
+
+def compare(make: Callable[[nn.Module], torch.optim.Optimizer], **options: Any) -> None:
+    """A run with everything that a state dict shows, ordinary and in backward."""
+
+    def train(in_backward: bool) -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = make(net)
+        core = OptimizerInBackward(optimizer, [list(b.parameters()) for b in net.blocks], **options)
+        if in_backward:
+            core.attach()
+        for step in range(6):
+            if step == 3:
+                for group in optimizer.param_groups:  # as a scheduler does it, by tensor or by number
+                    if isinstance(group["lr"], Tensor):
+                        group["lr"].fill_(2e-3)
+                    else:
+                        group["lr"] = 2e-3
+            loss_of(net).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        core.remove()
+        return outcome(net, optimizer)
+
+    assert_equal(train(True), train(False))
+
+
+HYPERPARAMETERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "maximize": lambda net: torch.optim.AdamW(net.parameters(), maximize=True),
+    "rate as a tensor": lambda net: torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-2), fused=True),
+    "rate and betas as tensors": lambda net: (
+        torch.optim.Adam(
+            net.parameters(),
+            lr=torch.tensor(1e-2),
+            betas=(torch.tensor(0.9), torch.tensor(0.99)),
+            capturable=True,
+            foreach=False,
+        )
+        if torch.cuda.is_available()
+        else torch.optim.NAdam(net.parameters(), lr=torch.tensor(1e-2), decoupled_weight_decay=True)
+    ),
+    "one group per parameter": lambda net: torch.optim.AdamW(
+        [{"params": [p], "lr": 1e-3 * (i + 1), "betas": (0.5 + i / 100, 0.9)} for i, p in enumerate(net.parameters())]
+    ),
+    "averaging": lambda net: torch.optim.ASGD(net.parameters(), t0=2),
+    "rprop": lambda net: torch.optim.Rprop(net.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
+def test_hyperparameters(name: str) -> None:
+    compare(HYPERPARAMETERS[name])
+
+
+def test_refused_hyperparameters() -> None:
+    with pytest.raises(ValueError, match=r"`SGD\(differentiable=True\)` keeps the graph of every step"):
+        OptimizerInBackward(torch.optim.SGD(Net().parameters(), differentiable=True))
+
+
+@pytest.mark.parametrize("clip", [None, ("norm", 0.5), ("value", 0.01)])
+def test_sparse_gradients(clip: Any) -> None:
+    """torch cannot clip them; the norm of a sparse gradient is that of its values."""
+
+    def train(in_backward: bool, sparse: bool = True) -> Any:
+        torch.manual_seed(0)
+        net = nn.EmbeddingBag(9, 6, sparse=sparse)
+        optimizer = (torch.optim.SparseAdam if sparse else torch.optim.SGD)(net.parameters(), lr=0.1)
+        core = OptimizerInBackward(optimizer, clip=clip, grad_norm=True, on_nonfinite="error")
+        if in_backward:
+            core.attach()
+        norms = []
+        for _ in range(4):
+            loss = net(torch.randint(9, (4, 3))).square().sum()
+            if in_backward:
+                core.backward(loss)
+                norms.append(core.grad_norm)
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return outcome(net, optimizer), norms
+
+    if clip is None:
+        assert_equal(train(True)[0], train(False)[0])
+    else:
+        assert_equal(train(True, sparse=True)[1][:1], train(True, sparse=False)[1][:1])
+
+
+# Examples, Fabric, wrappers ---------------------------------------------------------------------------------------
+
+
+def test_bare_loop_example() -> None:
+    model, optimizer, losses = bare_loop.main()
+    expected = bare_loop.main(in_backward=False)
+    assert losses == expected[2]
+    assert_equal(outcome(model, optimizer), outcome(*expected[:2]))
+
+
+def fabric() -> None:
+    """Accumulation and clipping on two ranks, and a state dict that goes on in an ordinary loop."""
+    for clip in (None, ("norm", 0.05)):
+        ours = fabric_loop.main(in_backward=True, clip=clip, accelerator="cpu")
+        ordinary = fabric_loop.main(in_backward=False, clip=clip, accelerator="cpu")
+        for (name, mine), (_, other) in zip(ours[0].named_parameters(), ordinary[0].named_parameters(), strict=True):
+            torch.testing.assert_close(full(mine), full(other), rtol=0, atol=1e-6 if clip else 0, msg=name)
+        assert len(ours[2]) == len(ordinary[2]) == 10
+        if clip is None:
+            assert ours[2] == ordinary[2]
+            ours_state, state = ours[1].state_dict(), ordinary[1].state_dict()
+            assert_equal(whole(ours_state), whole(state))
+            ordinary[1].load_state_dict(ours_state)
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": {i: {k: full(v) for k, v in entry.items()} for i, entry in state["state"].items()}}
+
+
+def wrapped() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for wrap in (
+        DistributedDataParallel,
+        lambda net: FullyShardedDataParallel(net, use_orig_params=True, device_id="cpu"),
+    ):
+        module = wrap(nn.Linear(4, 4))
+        with pytest.raises(TypeError, match=r"are wrapped in `(Dist|Fully).*DataParallel`.*Shard the bare module"):
+            OptimizerInBackward(make(module)).attach()
+        del module
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_two_ranks() -> None:
+    run_distributed(fabric)
+    run_distributed(wrapped)
