@@ -5,10 +5,12 @@
     python -m examples.benchmark --device cuda --ranks 1
 
 Every way trains its own copy of the model in the same processes. A round runs all of them, in an order that rotates;
-ratios are to the ordinary fused optimizer of the same round. The ordinary way runs twice: the spread of the second
-against the first is the noise below which a ratio says nothing. Times are wall time on rank 0, one thread a rank.
+ratios are to the ordinary fused optimizer of the same round; a figure is a median, with its quartiles. The ordinary
+way runs twice: the spread of the second against the first is the noise below which a ratio says nothing. Times are
+rank 0's, with one thread a rank: of a step on the wall and as CPU time, which other work on the machine disturbs less;
+of the optimizer in hooks and in what the loop calls after backward.
 
-Other systems are measured where they import (``pip install torchtune torch-optimi``), and named when they do not.
+Other systems are measured where they import (``pip install -e .[benchmark]``), and named when they do not.
 """
 
 from __future__ import annotations
@@ -64,14 +66,15 @@ class Run:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def time(self, call: Callable[[], Any], repeats: int = 1) -> float:
-        """Milliseconds per call."""
+    def time(self, call: Callable[[], Any], repeats: int = 1) -> tuple[float, float]:
+        """Milliseconds per call: on the wall, and of this process's CPU time (all its threads)."""
         if dist.is_initialized():
             dist.barrier()
-        start = self.now()
+        start, start_cpu = self.now(), time.process_time()
         for _ in range(repeats):
             call()
-        return (self.now() - start) * 1e3 / repeats
+        wall, cpu = self.now() - start, time.process_time() - start_cpu
+        return wall * 1e3 / repeats, cpu * 1e3 / repeats
 
     def time_optimizer(self) -> float:
         """Milliseconds of one step that pass in hooks on parameters and in `finish`."""
@@ -88,7 +91,7 @@ class Run:
 
         with self._around_hooks(start, stop):
             self.way.backward(self.scenario.loss(self.model, self.batch))
-        return spent * 1e3 + self.time(self.way.finish)
+        return spent * 1e3 + self.time(self.way.finish)[0]
 
     def live_gradients(self) -> float:
         """The most MiB of gradient storage that this rank holds at once in a step."""
@@ -135,14 +138,16 @@ def measure_times(scenario: Scenario, ways: list[str], rounds: int, device: torc
             results[way] = {"skipped": str(error).splitlines()[0] if str(error) else type(error).__name__}
         else:
             runs[way] = run
-            results[way] = {"step": [], "optimizer": []}
+            results[way] = {"step": [], "cpu": [], "optimizer": []}
     order = list(runs)
     gc.collect()
     gc.freeze()
     for number in range(rounds):
         shift = number % len(order)
         for way in order[shift:] + order[:shift]:
-            results[way]["step"].append(runs[way].time(runs[way].step, scenario.repeats))
+            wall, cpu = runs[way].time(runs[way].step, scenario.repeats)
+            results[way]["step"].append(wall)
+            results[way]["cpu"].append(cpu)
     for number in range(rounds):
         shift = number % len(order)
         for way in order[shift:] + order[:shift]:
@@ -152,7 +157,7 @@ def measure_times(scenario: Scenario, ways: list[str], rounds: int, device: torc
         if scenario.counts_gradients:
             results[way]["gradient_mib"] = run.live_gradients()
         with suppress(Unavailable):
-            results[way]["save"] = [run.time(run.way.save) for _ in range(min(rounds, 5))]
+            results[way]["save"] = [run.time(run.way.save)[0] for _ in range(min(rounds, 5))]
     gc.unfreeze()
     return results
 
@@ -280,7 +285,8 @@ def table(scenario: str, ranks: int, results: dict[str, Any]) -> str:
         around = f" ({value['low']:.{digits}f}-{value['high']:.{digits}f})" if spread else ""
         return f"{value['median']:.{digits}f}{around}"
 
-    head = ["", "step ms", "x ordinary", "optimizer ms", "x ordinary", "gradients MiB", "memory MiB", "save ms"]
+    head = ["", "step ms", "x ordinary", "its CPU ms", "x ordinary", "optimizer ms", "x ordinary"]
+    head += ["gradients MiB", "memory MiB", "save ms"]
     rows = [head]
     notes = []
     for way, row in results.items():
@@ -288,7 +294,8 @@ def table(scenario: str, ranks: int, results: dict[str, Any]) -> str:
             notes.append(f"{way}: skipped, {row['skipped']}")
             continue
         rows.append(
-            [way, cell(row, "step_ms", 1), cell(row, "step_ratio", 2, True), cell(row, "optimizer_ms", 1)]
+            [way, cell(row, "step_ms", 1), cell(row, "step_ratio", 2, True)]
+            + [cell(row, "cpu_ms", 1), cell(row, "cpu_ratio", 2, True), cell(row, "optimizer_ms", 1)]
             + [cell(row, "optimizer_ratio", 2, True), cell(row, "gradient_mib", 1), cell(row, "memory_mib", 1)]
             + [cell(row, "save_ms", 0)]
         )

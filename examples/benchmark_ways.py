@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lightning_bwdopt import OptimizerInBackward
 from lightning_bwdopt.sharding import units_of
+from lightning_bwdopt.states import optimizer_state
 
 ORDINARY = "ordinary fused"
 
@@ -80,6 +82,10 @@ class InBackward(Ordinary):
 
     def backward(self, loss: Tensor) -> None:
         self.core.backward(loss)
+
+    def save(self) -> Any:
+        # What the strategies' checkpoints call.
+        return optimizer_state(self.model, self.optimizer, full=True) if dist.is_initialized() else super().save()
 
     def finish(self) -> None:
         super().finish()

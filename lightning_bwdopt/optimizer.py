@@ -56,13 +56,15 @@ class _Unit:
         """The post-accumulate-grad hook of each of the unit's parameters."""
         core = self._core
         holds = core._phase == "hold"
-        if not holds:
+        # Asked here, too: this runs for every parameter, and a call costs as much as the rest.
+        if not holds and (core._pass is None or core._pass() is None):
             core._watch_end_of_backward()
-        if id(param) in self.done:
+        key = id(param)
+        if key in self.done:
             refusals.second_gradient(core._describe(param))
         if holds:
             return
-        self.arrived.add(id(param))
+        self.arrived.add(key)
         if len(self.arrived) + len(self.done) >= self.awaited:
             core._process(self)
 
