@@ -189,8 +189,11 @@ class InBackwardBatch(_ManualOptimization):
         self._output = {} if result.loss is None else result.asdict()
 
     def _backward(self, loss: Tensor) -> None:
+        trainer = self.trainer
+        action = f"[Strategy]{type(trainer.strategy).__name__}.backward"  # as the automatic loop's profile has it
         try:
-            self.trainer.lightning_module.manual_backward(loss)
+            with trainer.profiler.profile(action):
+                trainer.lightning_module.manual_backward(loss)
         finally:
             self._finish()
 
