@@ -7,7 +7,6 @@ that does not fit changes nothing.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
@@ -24,57 +23,24 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bwdopt import states, storage
-from lightning_bwdopt.folders import MODEL_KEY, Folder, FolderWriter, NotStored, check_replaceable
+from lightning_bwdopt.checkpoint_files import (
+    CheckpointError,
+    FileCheckpointIO,
+    consolidate,
+    equalize_counters,
+    explaining,
+)
+from lightning_bwdopt.folders import MODEL_KEY, Folder, FolderWriter, check_replaceable
 from lightning_bwdopt.matching import Convention, Misfit, matched_state, model_faults
 
-
-class CheckpointError(ValueError, RuntimeError):
-    """A checkpoint that cannot be read, or that does not fit the run. Nothing was changed.
-
-    Both of the types that ``load_state_dict`` of modules and of optimizers raise.
-    """
-
-
-class FileCheckpointIO(TorchCheckpointIO):
-    """Lightning's, for local files: they are renamed to their name when complete, and mapped into memory to be read.
-
-    Lightning's own writes into the system's folder for temporary files and moves the result, which is a copy, and can
-    be cut short, where that is another file system.
-    """
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
-        if storage_options is not None or not _is_local_file_protocol(path):
-            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return
-        check_replaceable(Path(path))
-        storage.write_file(checkpoint, Path(path))
-
-    @override
-    def load_checkpoint(
-        self,
-        path: _PATH,
-        map_location: Callable | None = lambda storage, _: storage,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        if not _is_local_file_protocol(path) or not Path(path).is_file():
-            return super().load_checkpoint(path, map_location, weights_only)
-        mapped = zipfile.is_zipfile(path)  # torch's old format cannot be mapped
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mapped)
-
-    @override
-    def remove_checkpoint(self, path: _PATH) -> None:
-        if _is_local_file_protocol(path):
-            storage.remove(Path(path))
-        else:
-            super().remove_checkpoint(path)
+__all__ = ["CheckpointError", "Checkpoints", "ShardedCheckpoints", "consolidate"]
 
 
 class Checkpoints(Strategy):
@@ -109,7 +75,7 @@ class Checkpoints(Strategy):
         return checkpoint
 
     def _read(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
-        with _explaining(path):
+        with explaining(path):
             if _is_local_file_protocol(path):
                 storage.recover(Path(path))
                 if Path(path).is_dir():
@@ -271,6 +237,10 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
         self._writer.save(state, checkpoint, path, beside=self._saves_beside())
 
     def _saves_beside(self) -> bool:
+        """Whether training goes on while a folder is written: as asked for with Lightning's plugin for files."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.status != TrainerStatus.RUNNING:
+            return False
         plugin: Any = self._checkpoint_io
         while isinstance(plugin, _WrappingCheckpointIO):
             if isinstance(plugin, AsyncCheckpointIO):
@@ -300,7 +270,8 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
         if not is_folder:
             return super().load_checkpoint(path, weights_only)
         self._checkpoint_path = path
-        checkpoint = self._load_folder(Path(path), weights_only)
+        with explaining(path):
+            checkpoint = self._load_folder(Path(path), weights_only)
         equalize_counters(checkpoint)
         return checkpoint
 
@@ -315,7 +286,7 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
         module = self.lightning_module
         assert module is not None
         fits = self._is_fitting()
-        with self._together(), _explaining(path):
+        with self._together(), explaining(path):
             folder = Folder(path, alone=False)
             checkpoint = folder.meta(weights_only)
             keys = folder.optimizers()
@@ -405,75 +376,3 @@ def _changed(state: dict[str, Any], optimizer: Optimizer, change: Callable[[Tens
         return states.map_tensors(state["state"][number], lambda tensor: change(tensor, params[number]))
 
     return {**state, "state": {number: changed_entry(number) for number in state["state"]}}
-
-
-@contextmanager
-def _explaining(path: _PATH) -> Iterator[None]:
-    """Says of any failure to read which file it is about."""
-    try:
-        yield
-    except (FileNotFoundError, CheckpointError):
-        raise
-    except NotStored as error:
-        raise CheckpointError(f"`{path}` is not a complete checkpoint: {error}. Nothing was changed.") from error
-    except Exception as error:
-        cut = "it is cut short, or no file that `torch.save` wrote; " if _is_no_archive(path) else ""
-        raise CheckpointError(
-            f"`{path}` cannot be read as a checkpoint: {cut}{type(error).__name__}: {error}"
-        ) from error
-
-
-def _is_no_archive(path: _PATH) -> bool:
-    return _is_local_file_protocol(path) and Path(path).is_file() and not zipfile.is_zipfile(path)
-
-
-def equalize_counters(checkpoint: dict[str, Any]) -> None:
-    """Gives Lightning's step counters for automatic and for manual optimization the same value, in place.
-
-    Each loop counts its own steps, and `global_step` reads one of them: an ordinary checkpoint resumed by the mixin, or
-    the other way round, would start at 0.
-    """
-    loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    automatic = loop.get("epoch_loop.automatic_optimization.optim_progress", {}).get("optimizer", {}).get("step")
-    manual = loop.get("epoch_loop.manual_optimization.optim_step_progress")
-    if not automatic or not manual:
-        return
-    for counter in ("ready", "completed"):
-        steps = max(automatic["total"][counter], manual["total"][counter])
-        automatic["total"][counter] = manual["total"][counter] = steps
-
-
-def consolidate(folder: str | Path, file: str | Path) -> Path:
-    """Turns a sharded checkpoint into one file, in a single process and without the model.
-
-    The file resumes on any strategy of this package and on Lightning's single-device and DDP strategies, and is what
-    ``LightningModule.load_from_checkpoint`` reads.
-
-    Args:
-        folder: What ``state_dict_type="sharded"`` wrote, here or with Lightning's ``ModelParallelStrategy``.
-        file: Where the file goes; what is there is replaced.
-
-    Returns:
-        ``file``, as a path.
-
-    Raises:
-        CheckpointError: ``folder`` is not a complete sharded checkpoint.
-
-    Example::
-
-        module = Lit.load_from_checkpoint(consolidate("last.ckpt", "last.file.ckpt"))
-        module.model.save_pretrained("exported")  # safetensors, where the model is one of `transformers`
-    """
-    with _explaining(folder):
-        checkpoint = Folder(Path(folder), alone=True).read_whole()
-    for state in checkpoint.get("optimizer_states", []):
-        names = [name for group in state["param_groups"] for name in group["params"]]
-        numbers = {name: number for number, name in enumerate(names)}
-        state["state"] = {
-            numbers[name]: entry for name, entry in sorted(state["state"].items(), key=lambda e: numbers[e[0]])
-        }
-        for group in state["param_groups"]:
-            group["params"] = [numbers[name] for name in group["params"]]
-    check_replaceable(Path(file))
-    storage.write_file(checkpoint, Path(file))
-    return Path(file)

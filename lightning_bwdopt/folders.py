@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from lightning_bwdopt import storage
@@ -176,6 +176,9 @@ class FolderWriter:
         self._executor: ThreadPoolExecutor | None = None
         self._group: dist.ProcessGroup | None = None
 
+    def __reduce__(self) -> tuple[type[FolderWriter], tuple[()]]:
+        return FolderWriter, ()  # a copy of a strategy writes by itself
+
     def save(self, state: dict[str, Any], meta: dict[str, Any], path: Path, *, beside: bool) -> None:
         """Writes all tensors, then the metadata, then moves the folder to its name. A collective call.
 
@@ -213,7 +216,7 @@ class FolderWriter:
         self._pending = None
         try:
             done.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no `Exception`
             raise RuntimeError(f"Writing the checkpoint `{path}` beside training failed: {error}") from error
 
     def close(self) -> None:

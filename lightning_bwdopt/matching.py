@@ -99,8 +99,9 @@ def matched_state(
     try:
         groups, state = saved["param_groups"], saved["state"]
         keys = [list(group["params"]) for group in groups]
-    except (KeyError, TypeError):
-        raise Misfit("it is no optimizer state: it has no `state` and `param_groups` with `params`") from None
+        assert all(isinstance(entry, Mapping) for entry in state.values())
+    except (AssertionError, AttributeError, KeyError, TypeError):
+        raise Misfit("it is no optimizer state, with `state` and with `param_groups` that have `params`") from None
     mine = [group["params"] for group in optimizer.param_groups]
     if len(groups) != len(mine):
         raise Misfit(f"it has {len(groups)} parameter groups, and the `{type(optimizer).__name__}` here {len(mine)}")
@@ -230,8 +231,10 @@ def _file_names(
         return None
     if len(keys) > 1 and numbers == sorted(numbers):
         return None  # numbered as they come in the groups, or groups that follow the model: it cannot be told
-    for number, entry in state.items():
-        shapes = [value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim > 0]
+    for number in numbers:
+        shapes = [
+            value.shape for value in state.get(number, {}).values() if isinstance(value, Tensor) and value.ndim > 0
+        ]
         if shapes and saved_weights[file_names[number]].shape not in shapes:
             return None
     return file_names
