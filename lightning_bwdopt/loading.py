@@ -55,12 +55,7 @@ def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True)
             load_pretrained(self.model, "folder/of/the/checkpoint")
     """
     checkpoint, shapes = _open_on_rank_zero(Path(path))
-    tensors = _tensors(module)
-    names = _match_names(tensors, shapes, strict)
-    for tensor, places in tensors:
-        name = names.get(id(tensor))
-        if name is None:
-            continue
+    for name, (tensor, places) in _match_names(_tensors(module), shapes, strict).items():
         whole = checkpoint.read(name).to(tensor.dtype) if checkpoint else torch.empty(tensor.shape, dtype=tensor.dtype)
         if _is_distributed():
             whole = whole.to(_broadcast_device()).contiguous()
@@ -173,16 +168,23 @@ class _Checkpoint:
                 f"There is no `.safetensors` file at `{path}`. Pass such a file or the folder that has them; convert"
                 " other formats with `save_pretrained` or `safetensors.torch.save_file`."
             )
-        self._file_of: dict[str, Any] = {}
-        self.shapes: dict[str, torch.Size] = {}
+        self._file_of: dict[str, Path] = {}
+        self._opened: tuple[Path, Any] | None = None
+        self.shapes: dict[str, torch.Size] = {}  # in the order of the files
         for file in files:
-            opened = safe_open(str(file), framework="pt")
-            for name in opened.keys():  # noqa: SIM118  # a file handle, not a dict
-                self._file_of[name] = opened
-                self.shapes[name] = torch.Size(opened.get_slice(name).get_shape())
+            with safe_open(str(file), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # a file handle, not a dict
+                    self._file_of[name] = file
+                    self.shapes[name] = torch.Size(opened.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+        from safetensors import safe_open
+
+        file = self._file_of[name]
+        if self._opened is None or self._opened[0] != file:
+            # One file at a time: the pages of a mapped file that have been read count as the process's memory.
+            self._opened = (file, safe_open(str(file), framework="pt"))
+        return self._opened[1].get_tensor(name)
 
 
 def _open_on_rank_zero(path: Path) -> tuple[_Checkpoint | None, dict[str, torch.Size]]:
@@ -204,14 +206,14 @@ def _open_on_rank_zero(path: Path) -> tuple[_Checkpoint | None, dict[str, torch.
 
 def _match_names(
     tensors: list[tuple[Tensor, list[_Place]]], shapes: dict[str, torch.Size], strict: bool
-) -> dict[int, str]:
-    """``id(tensor) -> name in the checkpoint`` for what can be loaded."""
-    names: dict[int, str] = {}
-    for tensor, places in tensors:
-        if (name := next((place.name for place in places if place.name in shapes), None)) is not None:
-            names[id(tensor)] = name
-    missing = [places[0].name for tensor, places in tensors if id(tensor) not in names]
-    known = {place.name for _, places in tensors for place in places}
+) -> dict[str, tuple[Tensor, list[_Place]]]:
+    """What can be loaded, by name in the checkpoint and in its order."""
+    known = {place.name: entry for entry in tensors for place in entry[1]}
+    found: dict[int, str] = {}  # a tied weight may be there under each of its names
+    for name in shapes:
+        if name in known:
+            found.setdefault(id(known[name][0]), name)
+    missing = [places[0].name for tensor, places in tensors if id(tensor) not in found]
     surplus = [name for name in shapes if name not in known]
     if strict and (missing or surplus):
         raise KeyError(
@@ -219,14 +221,13 @@ def _match_names(
             f" {len(surplus)} that the model lacks ({', '.join(surplus[:3])}). Pass the module whose names it has, such"
             " as `self.model`, or `strict=False` to load what matches."
         )
-    for tensor, places in tensors:
-        name = names.get(id(tensor))
-        if name is not None and shapes[name] != tensor.shape:
+    for name in found.values():
+        if shapes[name] != known[name][0].shape:
             raise ValueError(
-                f"`{name}` has shape `{tuple(shapes[name])}` in the checkpoint and `{tuple(tensor.shape)}` in the"
-                " model. Build the model with the configuration that the checkpoint was made with."
+                f"`{name}` has shape `{tuple(shapes[name])}` in the checkpoint and `{tuple(known[name][0].shape)}` in"
+                " the model. Build the model with the configuration that the checkpoint was made with."
             )
-    return names
+    return {name: known[name] for name in found.values()}
 
 
 def _is_distributed() -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -130,6 +132,24 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
             self._data_parallel_size = world_size // max(tensor_parallel, 1)
         checks.parallel_sizes(self._data_parallel_size, tensor_parallel, world_size)
         super().setup_environment()
+
+    @override
+    def _setup_distributed(self) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if attempt != "0" and not dist.is_initialized():
+            # A restarted job (`torchrun --max-restarts`) finds the agent's store with the addresses of the processes
+            # that died (torch 2.13), and waits for those. Lightning keeps a process group that exists.
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=self._timeout))
+            store = dist.PrefixStore(f"attempt_{attempt}", store)
+            dist.init_process_group(
+                self._get_process_group_backend(),
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=self._timeout,
+                device_id=None if self.root_device.type == "cpu" else self.root_device,
+            )
+        super()._setup_distributed()
 
     @override
     def _get_process_group_backend(self) -> str:

@@ -61,7 +61,7 @@ def stock(world_size: int, trainer_options: dict[str, Any], **attributes: Any) -
 def fit(make: type[LightningModule], strategy: Any, devices: int, **kwargs: Any) -> dict[str, Any]:
     module = seeded(make)
     start = {name: p.detach().clone() for name, p in module.named_parameters()}
-    run = trainer(**{"strategy": strategy, "devices": devices, "max_steps": 5, **kwargs})
+    run = trainer(**{"strategy": strategy, "devices": devices, "max_steps": 4, **kwargs})
     run.fit(module, loader(ranks=devices))
     seen = observables(module, run)
     for name, weight in seen["weights"].items():
