@@ -1,4 +1,4 @@
-"""The console script ``lightning-bwdopt``: a LightningCLI that knows the strategies of this package."""
+"""The console script ``lightning-bwdopt``: a LightningCLI that knows the strategies of this package, and more."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import sys
 
 from lightning.pytorch.cli import LightningCLI
 
+_MORE = "And: `lightning-bwdopt estimate --help`, the memory of a training step before it is run."
+
 
 def main(args: list[str] | None = None) -> None:
-    """Runs ``lightning-bwdopt {fit,validate,test,predict} --config …``.
+    """Runs ``lightning-bwdopt {fit,validate,test,predict,estimate} --config …``.
 
     Args:
         args: Command-line arguments; ``None``: those of the process.
+
+    Raises:
+        SystemExit: with the exit status of ``estimate``.
     """
     sys.path.insert(0, os.getcwd())  # `class_path`s in the current folder are found, as with `python -m`
-    LightningCLI(args=args)
+    given = sys.argv[1:] if args is None else args
+    if given[:1] == ["estimate"]:
+        from lightning_bwdopt import estimate
+
+        raise SystemExit(estimate.main(given[1:]))
+    LightningCLI(args=args, parser_kwargs={"epilog": _MORE})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""``lightning-bwdopt estimate``: will it fit, and what would stepping in backward save."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_bwdopt.measured_step import StepMemory
+from lightning_bwdopt.memory import CATEGORIES, MIB, PHASES
+from lightning_bwdopt.simulation import simulate
+
+# Below this share of the ordinary peak a saving is not worth a change.
+_WORTHWHILE = 0.02
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The simulated memory of one rank, with the optimizer after and in backward."""
+
+    ordinary: StepMemory
+    in_backward: StepMemory
+
+    @property
+    def saved(self) -> int:
+        """Bytes that stepping in backward takes off the peak."""
+        return self.ordinary.peak.bytes - self.in_backward.peak.bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures for machines; every size in MiB."""
+        return {
+            "ordinary": _mode_as_json(self.ordinary),
+            "in_backward": _mode_as_json(self.in_backward),
+            "saved_mib": self.saved / MIB,
+            "layer_gradient_mib": self.ordinary.layer_gradient / MIB,
+            "world_size": self.ordinary.world_size,
+            "strategy": self.ordinary.strategy,
+            "advice": self.advice(),
+        }
+
+    def advice(self) -> str:
+        """One sentence: what stepping in backward would do here, and what else would help."""
+        ordinary = self.ordinary.peak
+        if self.saved >= _WORTHWHILE * ordinary.bytes:
+            return (
+                f"The optimizer in backward saves {_size(self.saved)} ({self.saved / ordinary.bytes:.0%} of the peak)."
+            )
+        little = f"The optimizer in backward saves {_size(max(0, self.saved))}:"
+        if self.ordinary.trainable < 0.5:
+            return (
+                f"{little} gradients of frozen parameters are none: little to gain"
+                f" ({self.ordinary.trainable:.1%} of the parameters are trained)."
+            )
+        if max(ordinary.categories, key=ordinary.categories.__getitem__) == "activations":
+            return (
+                f"{little} it will not help here: activations dominate the peak; use activation checkpointing"
+                " (`activation_checkpointing_policy`), or smaller batches."
+            )
+        left = self.in_backward.peak
+        most = max(left.categories, key=left.categories.__getitem__)
+        return (
+            f"{little} it will not help here: the peak is in the {self.in_backward.phase} and most of"
+            f" it is {_words(most)} ({_size(left.categories[most])})."
+        )
+
+    def table(self) -> str:
+        """The figures for readers."""
+        modes = (self.ordinary, self.in_backward)
+        ranks = self.ordinary.world_size
+        lines = [
+            f"{self.ordinary.strategy}, one of {ranks} rank{'s' * (ranks > 1)}, a steady step; MiB",
+            "",
+            f"{'':<26}{'ordinary':>12}{'in backward':>14}",
+        ]
+
+        def row(name: str, sizes: list[int]) -> None:
+            lines.append(f"{name:<26}{sizes[0] / MIB:>12.1f}{sizes[1] / MIB:>14.1f}")
+
+        for category in CATEGORIES:
+            row(_words(category), [mode.peak.categories[category] for mode in modes])
+        row("peak", [mode.peak.bytes for mode in modes])
+        lines.append("")
+        for phase in PHASES:
+            row(f"most in {phase}", [mode.peaks[phase].bytes if phase in mode.peaks else 0 for mode in modes])
+        lines.append("")
+        for name, mode in (("ordinary", self.ordinary), ("in backward", self.in_backward)):
+            after = f", after `{mode.peak.after}`" if mode.peak.after else ""
+            lines.append(f"The {name} peak is in the {mode.phase}{after}.")
+        layers = self.ordinary.peak.categories["gradients"] / max(1, self.ordinary.layer_gradient)
+        lines.append(
+            f"The gradients of one layer take {self.ordinary.layer_gradient / MIB:.1f} MiB; the ordinary peak holds"
+            f" {layers:.1f} times that."
+        )
+        lines.append(self.advice())
+        lines.append(
+            "On top come what kernels take for themselves, the allocator's fragments and the device's context."
+        )
+        return "\n".join(lines)
+
+
+def estimate(args: list[str], *, world_size: int | None = None, real_weights: bool = False) -> Estimate:
+    """Simulates a config's steady step in both modes.
+
+    Args:
+        args: Command-line arguments of ``fit``, such as ``["--config", "train.yaml"]``.
+        world_size: Ranks; ``None``: those of the config.
+        real_weights: Build the model with real weights, for one that cannot be built without.
+
+    Raises:
+        ValueError: the config has a strategy or an option that cannot be simulated.
+        RuntimeError: the module does something that needs the values of tensors.
+    """
+    ordinary, in_backward = (
+        simulate(args, enabled=enabled, world_size=world_size, real_weights=real_weights) for enabled in (False, True)
+    )
+    return Estimate(ordinary, in_backward)
+
+
+def main(args: list[str]) -> int:
+    """Runs ``lightning-bwdopt estimate``; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-bwdopt estimate",
+        description="Simulates a training step of a config, without its memory and without weights, with the optimizer"
+        " after and in backward, and prints the peak memory of one rank.",
+        epilog="Every other argument is one of `lightning-bwdopt fit`: --config FILE, --data.batch_size=4,"
+        " --trainer.precision=bf16-true, … The config's callbacks and loggers are left out.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world_size", type=int, metavar="RANKS", help="ranks to pretend (default: as in the config)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, in MiB")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw the memory over the step (needs matplotlib)"
+    )
+    parser.add_argument("--fits", type=parse_size, metavar="SIZE", help="such as 24GiB: exit with 1 if it does not fit")
+    parser.add_argument(
+        "--real_weights",
+        action="store_true",
+        help="build the model with its weights first (takes that memory here), for one that cannot be built without",
+    )
+    options, rest = parser.parse_known_args(args)
+    if options.plot:
+        from lightning_bwdopt import plots
+
+        plots.need_matplotlib("--plot")
+    try:
+        result = estimate(rest, world_size=options.world_size, real_weights=options.real_weights)
+    except (ValueError, RuntimeError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    print(result.table())
+    if options.json:
+        options.json.write_text(json.dumps(result.as_json(), indent=2) + "\n")
+    if options.plot:
+        plots.draw_estimate(result.ordinary.curve, result.in_backward.curve, options.plot)
+    if options.fits is None:
+        return 0
+    needed = [result.ordinary.most, result.in_backward.most]
+    for name, size in zip(("ordinary", "in backward"), needed):
+        print(f"{name}: {_size(size)} {'fits' if size <= options.fits else 'does not fit'} into {_size(options.fits)}.")
+    return int(needed[1] > options.fits)
+
+
+def parse_size(text: str) -> int:
+    """Reads a size such as ``24GiB``, ``80GB`` or ``512MiB``, in bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    match = re.fullmatch(r"([0-9.]+)\s*([KMGT])(i?)B", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"`{text}` is no size. Write `24GiB` or `80GB`.")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit) + 1))
+
+
+def _mode_as_json(mode: StepMemory) -> dict[str, Any]:
+    peak = mode.peak
+    return {
+        "peak_mib": peak.bytes / MIB,
+        "categories": {category: size / MIB for category, size in peak.categories.items()},
+        "phase": mode.phase,
+        "after": peak.after,
+        "phases": {phase: peak.bytes / MIB for phase, peak in mode.peaks.items()},
+    }
+
+
+def _words(category: str) -> str:
+    return {"communication": "communication buffers"}.get(category, category.replace("_", " "))
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / MIB:.1f} MiB"
