@@ -189,7 +189,7 @@ class InBackwardBatch(_ManualOptimization):
         self._output = {} if result.loss is None else result.asdict()
 
     def _backward(self, loss: Tensor) -> None:
-        trainer = self.trainer
+        trainer: Any = self.trainer  # mypy does not see `Trainer.profiler`
         action = f"[Strategy]{type(trainer.strategy).__name__}.backward"  # as the automatic loop's profile has it
         try:
             with trainer.profiler.profile(action):

@@ -313,8 +313,9 @@ class InBackwardStrategy(Strategy):
         elif self._clip(module.trainer) != (_kind(gradient_clip_algorithm), clip_val):
             raise MisconfigurationException(
                 f"`clip_gradients({clip_val}, {_kind(gradient_clip_algorithm)!r})` came after the optimizer had stepped"
-                " in backward. With `gradient_clipping='exact'`, set `Trainer(gradient_clip_val=…)` instead, which"
-                " clips before the step."
+                " in backward. Set `Trainer(gradient_clip_val=…)` instead, which `gradient_clipping='exact'` clips by"
+                " before the step, and have `training_step` return its loss (`OptimInBwdMixin` for the manual loop):"
+                " Lightning does not take it for a module that calls `manual_backward` itself."
             )
 
     def _warn_clipping_disabled(self, value: Any) -> None:
