@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from helpers import Lit, assert_equal, full, loader, seeded, trainer
 from lightning_bwdopt import FSDPOptimInBwdStrategy, OptimInBwdMixin, SingleDeviceOptimInBwdStrategy
@@ -115,6 +116,7 @@ def observe(
             run.fit(model, loader(batches, ranks=ranks), loader(2, ranks=ranks))
         else:
             fit(run, model)
+    weights = weights_of(model)
     return {
         "losses": getattr(model, "losses", None),
         "rates": getattr(model, "rates", None),
@@ -126,9 +128,17 @@ def observe(
         "metrics": {key: float(value) for key, value in run.callback_metrics.items()},
         "warnings": [str(w.message) for w in caught if not any(str(w.message).startswith(start) for start in ignore)],
         "files": checkpoints_in(Path(run.default_root_dir)) if "default_root_dir" in kwargs else {},
-        "weights": {name: full(p) for name, p in model.named_parameters()},
+        "weights": weights,
         **optimizers_of(run, model),
     }
+
+
+def weights_of(model: LightningModule) -> dict[str, Tensor]:
+    """Copies of the whole weights."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # after an evaluation the root's parameters are gathered still
+    return {name: full(p) for name, p in model.named_parameters()}
 
 
 def checkpoints_in(folder: Path) -> dict[str, Any]:
