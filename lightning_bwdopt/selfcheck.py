@@ -211,7 +211,15 @@ def first_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[tupl
     small: list[dict[str, Any]] = []
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         kinds = {p.ndim: p for p in own["params"]}
-        params.append([_small(kind, 4, torch.Generator().manual_seed(0)) for kind in kinds.values()])
+        # Sides of different lengths tell a value of the parameter's shape from one row or column of it.
+        params.append(
+            [
+                torch.zeros(
+                    [3 + side for side in range(ndim)], dtype=kind.dtype, device=kind.device, requires_grad=True
+                )
+                for ndim, kind in kinds.items()
+            ]
+        )
         settings = {key: copy.deepcopy(value) for key, value in {**own, **group}.items() if key not in _OF_PARAMS}
         small.append({**settings, "params": params[-1]})
     trial = _like(optimizer, small)
