@@ -231,10 +231,12 @@ def classes(library: str) -> Iterator[type[Optimizer]]:
 
 def main(only: Callable[[str], bool] = lambda name: True) -> list[Row]:
     """Examines the classes whose name passes."""
-    rows = []
+    rows: list[Row] = []
+    seen: set[type] = set()  # libraries export each other's classes
     for library in LIBRARIES:
         for cls in classes(library):
-            if only(qualified(cls)):
+            if only(qualified(cls)) and cls not in seen:
+                seen.add(cls)
                 rows.append(examine(cls))
                 print(rows[-1], flush=True)
     return rows
