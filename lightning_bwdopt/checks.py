@@ -196,15 +196,13 @@ def wrapped_module(module: nn.Module) -> None:
             )
 
 
-def reentrant_last_backward(module: nn.Module) -> None:
+def not_last_backward(sharded: Iterable[Any]) -> None:
     """FSDP2's `set_is_last_backward(False)`: hooks are called, but nothing waits for them at the end."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for name, child in module.named_modules():
-        if isinstance(child, FSDPModule) and not child._get_fsdp_state()._state_ctx.is_last_backward:
+    for module in sharded:
+        if not module._get_fsdp_state()._state_ctx.is_last_backward:  # torch 2.13, without a public getter
             raise RuntimeError(
-                f"`set_is_last_backward(False)` is set on `{name or class_name(module)}`: FSDP2 would"
-                " not wait for the steps made in this backward. Leave it at `True`, and use `accumulate_grad_batches`."
+                f"`set_is_last_backward(False)` is set on `{class_name(module)}`: FSDP2 would not wait for the steps"
+                " made in this backward. Leave it at `True`, and use `accumulate_grad_batches`."
             )
 
 

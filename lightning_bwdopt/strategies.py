@@ -166,6 +166,12 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         checks.hybrid_mesh(self.sharding_strategy, sizes, self.world_size)
         return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._attached():
+            checks.not_last_backward(self._sharded)
+
     # Setting up -----------------------------------------------------------------------------------------------------
 
     @override
@@ -188,6 +194,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         # A weak reference would keep `Module.to` from replacing parameters that are sharded already.
         names = WeakIdKeyDictionary() if sharding.is_sharded(module) else remember_names(module)
         self.shard()
+        self._sharded = [m for m in module.modules() if isinstance(m, sharding.FSDPModule)]
         checks.parameters_on_meta(loading.initialize(module))
         self.model_to_device()
         self.barrier()

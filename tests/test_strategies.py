@@ -247,6 +247,21 @@ def test_bad_optimizers_are_refused_before_training() -> None:
     run_distributed(check_bad_optimizers)
 
 
+class NotTheLast(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.set_is_last_backward(False)
+        return super().training_step(batch, batch_idx)
+
+
+def check_not_last_backward() -> None:
+    with pytest.raises(RuntimeError, match=r"`set_is_last_backward\(False\)` is set on `NotTheLast`"):
+        fit(NotTheLast, FSDPOptimInBwdStrategy(), devices=2)
+
+
+def test_set_is_last_backward_is_refused() -> None:
+    run_distributed(check_not_last_backward)
+
+
 def train_two_roots(in_backward: bool) -> Any:
     """A bare loop over two FSDP roots: the second reduces in a callback that is queued late in backward."""
     torch.manual_seed(3)
