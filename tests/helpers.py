@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-TIMEOUT = 120  # seconds for one check on all ranks
+TIMEOUT = 240  # seconds for one check on all ranks
 
 
 def run_distributed(fn: Callable[..., Any], *args: Any, world_size: int = 2, **kwargs: Any) -> list[Any]:
