@@ -102,6 +102,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     )
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    environment = dict(os.environ)
     while True:
         try:
             module, name, args, kwargs = pickle.loads(pipe.recv_bytes())
@@ -114,6 +115,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             answer = (True, fn(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
+        os.environ.clear()
+        os.environ.update(environment)  # Lightning's seed, for one, would reach the next check
         pipe.send_bytes(pickle.dumps(answer))
 
 
