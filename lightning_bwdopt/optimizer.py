@@ -17,6 +17,7 @@ kept in `attached.py` until the step ends; what happens to a gradient on its way
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_bwdopt import refusals
 from lightning_bwdopt.attached import AttachedOptimizer
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 # What the hooks do with the gradients of a unit: step and drop them; leave them for a later micro-batch or `step()`;
 # add them to the gradient norm and drop them; drop them.
 Phase = Literal["step", "hold", "measure", "drop"]
+UnitStepHook = Callable[[Sequence[Tensor]], None]
 
 
 class _Unit:
@@ -73,7 +76,10 @@ class _Unit:
 
     def step(self) -> None:
         """Steps the parameters that have a gradient, and drops it."""
-        draws = RandomNumbers(self.params[0].device) if self._core._watches_draws else None
+        core = self._core
+        for before, _ in core._unit_step_hooks.values():
+            before(self.params)
+        draws = RandomNumbers(self.params[0].device) if core._watches_draws else None
         self.arrived.clear()
         try:
             for param in self.view.step():
@@ -83,7 +89,9 @@ class _Unit:
             self.done.update(map(id, self.params))  # any of them may have moved
             raise
         if draws is not None and draws.drawn():
-            refusals.drawn_numbers(self._core.optimizer)
+            refusals.drawn_numbers(core.optimizer)
+        for _, after in core._unit_step_hooks.values():
+            after(self.params)
 
     def drop(self) -> None:
         self.arrived.clear()
@@ -156,6 +164,7 @@ class OptimizerInBackward:
         self._layout: list[list[int]] = []  # ids of the parameters in each group that the units were built for
         self._trainable: list[bool] = []  # which of them required a gradient when the hooks were made
         self._hooks: dict[int, Any] = {}  # id(parameter) -> handle
+        self._unit_step_hooks: OrderedDict[int, tuple[UnitStepHook, UnitStepHook]] = OrderedDict()
         self._phase: Phase = "step"
         self._pass: weakref.ref | None = None  # the callback queued to the backward pass under way, while that lives
         self._backwards_without_step = 0
@@ -228,6 +237,7 @@ class OptimizerInBackward:
             "_unit_of": {},
             "_layout": [],
             "_hooks": {},
+            "_unit_step_hooks": OrderedDict(),
             "_pass": None,
             "parameter_names": {},
         }
@@ -455,6 +465,20 @@ class OptimizerInBackward:
     def used_groups(self) -> list[dict[str, Any]]:
         """For each parameter group, the hyperparameters that its last step really used; ``{}`` before the first."""
         return self.real.used_groups
+
+    def register_unit_step_hooks(self, before: UnitStepHook, after: UnitStepHook) -> RemovableHandle:
+        """Watches the steps inside backward, as :meth:`torch.optim.Optimizer.register_step_post_hook` does the whole.
+
+        Args:
+            before: Called with the unit's parameters when they are about to step; their gradients are final.
+            after: Called with them when they have stepped and the gradients are gone.
+
+        Returns:
+            A handle whose ``remove()`` takes both off.
+        """
+        handle = RemovableHandle(self._unit_step_hooks)
+        self._unit_step_hooks[handle.id] = before, after
+        return handle
 
     def state_dict(self) -> dict[str, Any]:
         """The real optimizer's state dict: keys, order and values of an ordinary run."""

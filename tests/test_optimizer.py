@@ -170,6 +170,26 @@ def test_alive_gradients_by_parameter() -> None:
     assert len(alive) == len(list(net.parameters()))
 
 
+def test_unit_step_hooks_see_gradients_before_and_none_after() -> None:
+    net = Net(depth=2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    core = OptimizerInBackward(optimizer, units_of(net))
+    seen: list[tuple[str, list[int], bool]] = []
+
+    def note(moment: str) -> Callable[[Any], None]:
+        return lambda params: seen.append((moment, [id(p) for p in params], all(p.grad is None for p in params)))
+
+    handle = core.register_unit_step_hooks(note("before"), note("after"))
+    with core:
+        net(torch.randn(2, 6)).sum().backward()
+        handle.remove()
+        net(torch.randn(2, 6)).sum().backward()
+    assert [(moment, gone) for moment, _, gone in seen] == [("before", False), ("after", True)] * (len(seen) // 2)
+    assert sorted(key for moment, keys, _ in seen if moment == "after" for key in keys) == sorted(
+        id(p) for p in net.parameters()
+    )
+
+
 def test_attach_and_remove_are_idempotent_and_symmetric() -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
