@@ -1,15 +1,19 @@
-"""What cannot work with the optimizer in backward: one function a rule, each with value, reason and remedy."""
+"""What cannot work with the optimizer in backward: one function a rule, each with value, reason and remedy.
+
+``check_…`` raises where its rule is broken; the others return the exception for the caller to raise. README's table of
+limits has a row for each. What the core itself cannot do, in plain torch too, is in `refusals.py`.
+"""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -19,125 +23,15 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.precision import Precision
 
-# Arguments of Lightning's `FSDPStrategy` (FSDP1) that this FSDP2 strategy does not take, and what to write instead.
-FSDP1_ARGUMENTS = {
-    "mixed_precision": "use `mp_policy`, a `torch.distributed.fsdp.MixedPrecisionPolicy` or a dict of its fields",
-    "use_orig_params": "leave it out: FSDP2 always keeps the original parameters",
-    "ignored_states": "freeze them, or apply `fully_shard(..., ignored_params=...)` yourself in `configure_model`",
-    "ignored_parameters": "freeze them, or apply `fully_shard(..., ignored_params=...)` yourself in `configure_model`",
-    "ignored_modules": "apply `fully_shard` in `configure_model` to the modules that you want sharded",
-    "limit_all_gathers": "leave it out: FSDP2 limits them by itself",
-    "forward_prefetch": "call `set_modules_to_forward_prefetch` on the sharded modules in `configure_model`",
-    "backward_prefetch": "leave it out: FSDP2 prefetches in backward by itself",
-    "sync_module_states": "leave it out: seed every rank alike, or load a checkpoint",
-    "activation_checkpointing": "use `activation_checkpointing_policy`, a set of module classes",
-    "save_distributed_checkpoint": "use `state_dict_type`: `'sharded'` or `'full'`",
-    "process_group": "use `device_mesh` with `sharding_strategy='HYBRID_SHARD'`",
-    "param_init_fn": "build the model in `configure_model`",
-    "accelerator": "pass it to the Trainer",
-    "device_id": "pass `devices` to the Trainer",
-    "parallel_devices": "pass `devices` to the Trainer",
-    "cluster_environment": "pass it to the Trainer, `plugins=[...]`",
-    "checkpoint_io": "pass it to the Trainer, `plugins=[...]`",
-    "precision_plugin": "pass `precision` or `plugins=[...]` to the Trainer",
-}
+
+class HalfAppliedStepError(RuntimeError):
+    """A checkpoint was to be saved while a step is half applied."""
 
 
-def choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """An option that takes one of a few words."""
-    if value not in choices:
-        hint = difflib.get_close_matches(str(value), choices, n=1)
-        raise ValueError(
-            f"`{name}={value!r}` is unknown."
-            + (f" Did you mean `{hint[0]!r}`?" if hint else "")
-            + f" Choose one of {', '.join(map(repr, choices))}."
-        )
+# The Trainer's options --------------------------------------------------------------------------------------------
 
 
-def unknown_arguments(arguments: Collection[str], known: Collection[str]) -> None:
-    """Arguments of FSDP1's strategy, and typing errors."""
-    for name in arguments:
-        if name in FSDP1_ARGUMENTS:
-            raise TypeError(
-                f"`{name}` is an argument of `FSDPStrategy` (FSDP1); this strategy is FSDP2: {FSDP1_ARGUMENTS[name]}."
-            )
-        hint = difflib.get_close_matches(name, known, n=1)
-        raise TypeError(
-            f"`{name}` is not an argument of this strategy."
-            + (f" Did you mean `{hint[0]}`?" if hint else f" It takes {', '.join(known)}.")
-        )
-
-
-def no_shard() -> None:
-    """`sharding_strategy="NO_SHARD"`, which FSDP2 does not have."""
-    raise ValueError(
-        "`sharding_strategy='NO_SHARD'` does not exist in FSDP2: with nothing sharded there is no strategy for several"
-        " devices here. Use `'SHARD_GRAD_OP'`, or `strategy='single_device_optim_in_bwd'` on one device."
-    )
-
-
-def parallel_sizes(data_parallel_size: int, tensor_parallel_size: int, world_size: int) -> None:
-    """Each rank has one place in the mesh of data-parallel and tensor-parallel ranks."""
-    if data_parallel_size < 1 or tensor_parallel_size < 1 or data_parallel_size * tensor_parallel_size != world_size:
-        raise ValueError(
-            f"`data_parallel_size={data_parallel_size}` times `tensor_parallel_size={tensor_parallel_size}` is"
-            f" {data_parallel_size * tensor_parallel_size} ranks, and there are {world_size}. Choose sizes whose"
-            f" product is {world_size}; `data_parallel_size='auto'` is the world size over `tensor_parallel_size`."
-        )
-
-
-def hybrid_on_one_node(num_nodes: int, num_processes: int) -> None:
-    """`HYBRID_SHARD` without sizes replicates across nodes, and there is one."""
-    if num_nodes == 1:
-        raise ValueError(
-            f"`sharding_strategy='HYBRID_SHARD'` without `device_mesh` shards inside each node and replicates across"
-            f" nodes, and there is one node of {num_processes} ranks: nothing would be replicated. Pass"
-            " `device_mesh=(replicate, shard)`, or use `'FULL_SHARD'`."
-        )
-
-
-def hybrid_tensor_parallel(sharding_strategy: str, tensor_parallel_size: object) -> None:
-    """`HYBRID_SHARD` takes all ranks for its two mesh dimensions."""
-    if sharding_strategy == "HYBRID_SHARD" and tensor_parallel_size != 1:
-        raise ValueError(
-            f"`sharding_strategy='HYBRID_SHARD'` and `tensor_parallel_size={tensor_parallel_size}` would need a mesh of"
-            " three dimensions. Use `'FULL_SHARD'` beside tensor parallelism, or apply `fully_shard` with a mesh of"
-            " your own in `configure_model`."
-        )
-
-
-def offload_race(device: torch.device, torch_version: str) -> None:
-    """Host offload before torch 2.13: the hooks would read gradients that are still being copied."""
-    if device.type != "cpu" and tuple(map(int, torch_version.split(".")[:2])) < (2, 13):
-        raise MisconfigurationException(
-            f"`cpu_offload` with torch `{torch_version}`: FSDP2 hands a gradient to the optimizer in backward while its"
-            " copy to the host is in flight (pytorch#180666), which gives silently wrong updates. Use torch 2.13 or"
-            " newer, or `enabled=False`."
-        )
-
-
-def hybrid_mesh(sharding_strategy: str, device_mesh: Sequence[int] | None, world_size: int | None = None) -> None:
-    """`HYBRID_SHARD` and its `(replicate, shard)` sizes belong together and multiply to the world size."""
-    if sharding_strategy != "HYBRID_SHARD":
-        if device_mesh is not None:
-            raise ValueError(
-                f"`device_mesh={device_mesh!r}` goes with `sharding_strategy='HYBRID_SHARD'`, and it is"
-                f" `{sharding_strategy!r}`. Leave `device_mesh` out, or choose `'HYBRID_SHARD'`."
-            )
-        return
-    if device_mesh is not None and (len(device_mesh) != 2 or any(size < 1 for size in device_mesh)):
-        raise ValueError(
-            f"`device_mesh={device_mesh!r}` is not a pair of positive sizes. Pass `(replicate, shard)`, as in `(2, 4)`."
-        )
-    if world_size is not None and device_mesh is not None and device_mesh[0] * device_mesh[1] != world_size:
-        raise ValueError(
-            f"`device_mesh={tuple(device_mesh)}` is {device_mesh[0]} x {device_mesh[1]} ="
-            f" {device_mesh[0] * device_mesh[1]} ranks, and there are {world_size}. Choose sizes whose product is"
-            f" {world_size}."
-        )
-
-
-def one_device(devices: Sequence[torch.device]) -> None:
+def check_one_device(devices: Sequence[torch.device]) -> None:
     """The single-device strategy with several devices."""
     if len(devices) > 1:
         raise MisconfigurationException(
@@ -146,7 +40,7 @@ def one_device(devices: Sequence[torch.device]) -> None:
         )
 
 
-def grad_scaler(plugin: Precision) -> None:
+def check_grad_scaler(plugin: Precision) -> None:
     """fp16 with loss scaling: the hooks would step scaled gradients."""
     if getattr(plugin, "scaler", None) is not None or plugin.precision == "16-mixed":
         raise MisconfigurationException(
@@ -155,7 +49,7 @@ def grad_scaler(plugin: Precision) -> None:
         )
 
 
-def double_precision(plugin: Precision) -> None:
+def check_double_precision(plugin: Precision) -> None:
     """`64-true` under FSDP2, as Lightning itself refuses it for instances."""
     if plugin.precision == "64-true":
         raise MisconfigurationException(
@@ -163,8 +57,8 @@ def double_precision(plugin: Precision) -> None:
         )
 
 
-def sync_batchnorm(layer_sync: object | None) -> None:
-    """Lightning ignores the option for every FSDP2 strategy."""
+def check_sync_batchnorm(layer_sync: object | None) -> None:
+    """`sync_batchnorm=True`, which Lightning ignores for every FSDP2 strategy."""
     if layer_sync is not None:
         raise MisconfigurationException(
             "`sync_batchnorm=True` has no effect with FSDP2 in Lightning and would be ignored silently. Convert the"
@@ -172,7 +66,7 @@ def sync_batchnorm(layer_sync: object | None) -> None:
         )
 
 
-def weight_averaging_callbacks(trainer: Trainer) -> None:
+def check_weight_averaging(trainer: Trainer) -> None:
     """Callbacks that deep-copy the module, which a sharded one does not allow."""
     from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
@@ -184,7 +78,28 @@ def weight_averaging_callbacks(trainer: Trainer) -> None:
             )
 
 
-def wrapped_module(module: nn.Module) -> None:
+def check_offload(device: torch.device, torch_version: str) -> None:
+    """Host offload before torch 2.13: the hooks would read gradients that are still being copied."""
+    if device.type != "cpu" and tuple(map(int, torch_version.split(".")[:2])) < (2, 13):
+        raise MisconfigurationException(
+            f"`cpu_offload` with torch `{torch_version}`: FSDP2 hands a gradient to the optimizer in backward while its"
+            " copy to the host is in flight (pytorch#180666), which gives silently wrong updates. Use torch 2.13 or"
+            " newer, or `enabled=False`."
+        )
+
+
+# The module and its optimizers ------------------------------------------------------------------------------------
+
+
+def base_order(name: str) -> TypeError:
+    """`OptimInBwdMixin` after `LightningModule` in the bases of a class."""
+    return TypeError(
+        f"`class {name}` names `LightningModule` before `OptimInBwdMixin`, so that its `automatic_optimization` would"
+        f" hide the mixin's. Write `class {name}(OptimInBwdMixin, LightningModule)`."
+    )
+
+
+def check_wrapped(module: nn.Module) -> None:
     """Modules in a DDP or FSDP1 wrapper, whose own hooks own the gradients."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -196,18 +111,8 @@ def wrapped_module(module: nn.Module) -> None:
             )
 
 
-def not_last_backward(sharded: Iterable[Any]) -> None:
-    """FSDP2's `set_is_last_backward(False)`: hooks are called, but nothing waits for them at the end."""
-    for module in sharded:
-        if not module._get_fsdp_state()._state_ctx.is_last_backward:  # torch 2.13, without a public getter
-            raise RuntimeError(
-                f"`set_is_last_backward(False)` is set on `{class_name(module)}`: FSDP2 would not wait for the steps"
-                " made in this backward. Leave it at `True`, and use `accumulate_grad_batches`."
-            )
-
-
-def directly_owned_parameters(module: LightningModule) -> None:
-    """A LightningModule with manual optimization cannot own parameters under FSDP2."""
+def check_root_parameters(module: LightningModule) -> None:
+    """A LightningModule with manual optimization that owns parameters itself, under FSDP2."""
     owned = [name for name, _ in module.named_parameters(recurse=False)]
     if owned:
         raise MisconfigurationException(
@@ -217,7 +122,7 @@ def directly_owned_parameters(module: LightningModule) -> None:
         )
 
 
-def parameters_on_meta(names: Sequence[str]) -> None:
+def check_on_meta(names: Sequence[str]) -> None:
     """Parameters and buffers without data, which would train as garbage."""
     if names:
         raise RuntimeError(
@@ -228,7 +133,7 @@ def parameters_on_meta(names: Sequence[str]) -> None:
         )
 
 
-def foreign_parameters(optimizer: Optimizer, module: nn.Module) -> None:
+def check_foreign_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     """An optimizer with parameters that are not the model's: they would never receive a gradient."""
     known = {id(p) for p in module.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
@@ -240,17 +145,10 @@ def foreign_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         )
 
 
-def trainable(optimizer: Optimizer) -> None:
-    """An optimizer in which everything is frozen."""
-    params: Iterable[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(p.requires_grad for p in params):
-        raise MisconfigurationException(
-            f"`{type(optimizer).__name__}` holds {len(list(params))} parameters and none requires a gradient: nothing"
-            " would be trained. Unfreeze some, or set `enabled=False`."
-        )
+# Clipping ---------------------------------------------------------------------------------------------------------
 
 
-def clipping(value: float | None, treatment: str) -> None:
+def check_clipping(value: float | None, treatment: str) -> None:
     """`gradient_clip_val` where it is to be an error."""
     if treatment == "error" and value:
         raise MisconfigurationException(
@@ -260,8 +158,18 @@ def clipping(value: float | None, treatment: str) -> None:
         )
 
 
-def takes_retain_graph(module: LightningModule) -> None:
-    """An override of ``backward`` where clipping by norm walks the graph twice."""
+def check_clipping_hook(module: LightningModule, treatment: str) -> None:
+    """An override of `configure_gradient_clipping` where clipping is not disabled."""
+    if treatment != "disable" and is_overridden("configure_gradient_clipping", module):
+        raise MisconfigurationException(
+            f"`{class_name(module)}.configure_gradient_clipping` is overridden, and it would be called when the"
+            f" gradients are gone (`gradient_clipping={treatment!r}`). Remove it and use `gradient_clip_val`, or pass"
+            " `gradient_clipping='disable'`."
+        )
+
+
+def check_retain_graph(module: LightningModule) -> None:
+    """An override of `backward` that cannot be called twice, where clipping by norm walks the graph twice."""
     parameters = inspect.signature(module.backward).parameters
     if "retain_graph" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise MisconfigurationException(
@@ -269,3 +177,42 @@ def takes_retain_graph(module: LightningModule) -> None:
             " norm runs two backward passes over one graph. Declare `backward(self, loss, *args, **kwargs)` and pass"
             " them on to `loss.backward(*args, **kwargs)`, or clip by value (`gradient_clip_algorithm='value'`)."
         )
+
+
+def late_clipping(value: float, algorithm: str) -> MisconfigurationException:
+    """A call of `clip_gradients` that is not the Trainer's own, when the optimizer has stepped."""
+    return MisconfigurationException(
+        f"`clip_gradients({value}, {algorithm!r})` came after the optimizer had stepped in backward. Set"
+        " `Trainer(gradient_clip_val=…)` instead, which `gradient_clipping='exact'` clips by before the step, and have"
+        " `training_step` return its loss (`OptimInBwdMixin` for the manual loop): Lightning does not take it for a"
+        " module that calls `manual_backward` itself."
+    )
+
+
+# While training ---------------------------------------------------------------------------------------------------
+
+
+def check_last_backward(sharded: Iterable[Any]) -> None:
+    """FSDP2's `set_is_last_backward(False)`: hooks are called, but nothing waits for them at the end."""
+    for module in sharded:
+        if not module._get_fsdp_state()._state_ctx.is_last_backward:  # torch 2.13, without a public getter
+            raise RuntimeError(
+                f"`set_is_last_backward(False)` is set on `{class_name(module)}`: FSDP2 would not wait for the steps"
+                " made in this backward. Leave it at `True`, and use `accumulate_grad_batches`."
+            )
+
+
+def stepped_before_backward() -> RuntimeError:
+    """A backward through parameters that an earlier one of the same step has stepped."""
+    return RuntimeError(
+        "This backward needs parameters as they were before an earlier backward of the same step, which has stepped"
+        " them. Sum the losses and call backward once. (autograd says: a tensor was modified by an inplace operation.)"
+    )
+
+
+def half_applied_step() -> HalfAppliedStepError:
+    """A checkpoint of weights of which some have been stepped and others not."""
+    return HalfAppliedStepError(
+        "Some parameters have been stepped in backward in a step that has not ended, so the weights are those of no"
+        " step and are not saved. Load the last checkpoint; save in `on_train_batch_end` or later."
+    )

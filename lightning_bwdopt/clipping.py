@@ -14,13 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_bwdopt import refusals
+from lightning_bwdopt.arguments import NonFinite, check_choice
 from lightning_bwdopt.views import local_tensor
 
 if TYPE_CHECKING:
     from lightning_bwdopt.optimizer import OptimizerInBackward, Phase
-
-NonFinite = Literal["ignore", "error", "skip"]
-NONFINITE_CHOICES = ("ignore", "error", "skip")
 
 
 class Clip(NamedTuple):
@@ -62,10 +60,7 @@ class GradientTreatment:
     """
 
     def __init__(self, clip: tuple[str, float] | None, grad_norm: bool, on_nonfinite: str) -> None:
-        if on_nonfinite not in NONFINITE_CHOICES:
-            raise ValueError(
-                f"`on_nonfinite={on_nonfinite!r}` is unknown. Choose one of {', '.join(map(repr, NONFINITE_CHOICES))}."
-            )
+        check_choice("on_nonfinite", on_nonfinite, NonFinite)
         self.clip = parse_clip(clip)
         self.on_nonfinite = on_nonfinite
         self.norm: Tensor | None = None

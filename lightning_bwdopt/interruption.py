@@ -8,18 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_bwdopt.checks import HalfAppliedStepError
+
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
-
-
-class HalfAppliedStepError(RuntimeError):
-    """A checkpoint was to be saved while a step is half applied."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "Some parameters have been stepped in backward in a step that has not ended, so the weights are those of"
-            " no step and are not saved. Load the last checkpoint; save in `on_train_batch_end` or later."
-        )
 
 
 def withhold_checkpoints(trainer: Trainer) -> None:

@@ -14,6 +14,8 @@ from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_bwdopt import checks
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -46,11 +48,7 @@ class OptimInBwdMixin:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         if LightningModule in order and order.index(LightningModule) < order.index(OptimInBwdMixin):
-            raise TypeError(
-                f"`class {cls.__name__}` names `LightningModule` before `OptimInBwdMixin`, so that its"
-                " `automatic_optimization` would hide the mixin's. Write"
-                f" `class {cls.__name__}(OptimInBwdMixin, LightningModule)`."
-            )
+            raise checks.base_order(cls.__name__)
 
     @property
     def automatic_optimization(self) -> bool:

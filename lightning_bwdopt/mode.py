@@ -6,29 +6,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies.strategy import Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bwdopt import checks, sharding
-from lightning_bwdopt.clipping import NONFINITE_CHOICES, NonFinite, run_backward
-from lightning_bwdopt.interruption import HalfAppliedStepError, allow_checkpoints, withhold_checkpoints
+from lightning_bwdopt.arguments import GradientClipping, Granularity, NonFinite, check_choice
+from lightning_bwdopt.clipping import run_backward
+from lightning_bwdopt.interruption import allow_checkpoints, withhold_checkpoints
 from lightning_bwdopt.mixin import InBackwardBatch, OptimInBwdMixin, configure_optimizers
 from lightning_bwdopt.optimizer import OptimizerInBackward
+from lightning_bwdopt.trainer_clipping import TrainerClipping
+from lightning_bwdopt.views import local_tensor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
-
-Granularity = Literal["unit", "parameter"]
-GradientClipping = Literal["disable", "error", "exact"]
 
 
 class InBackwardStrategy(Strategy):
@@ -45,9 +43,9 @@ class InBackwardStrategy(Strategy):
         on_nonfinite: NonFinite,
         self_check: bool,
     ) -> None:
-        checks.choice("granularity", granularity, ("unit", "parameter"))
-        checks.choice("gradient_clipping", gradient_clipping, ("disable", "error", "exact"))
-        checks.choice("on_nonfinite", on_nonfinite, NONFINITE_CHOICES)
+        check_choice("granularity", granularity, Granularity)
+        check_choice("gradient_clipping", gradient_clipping, GradientClipping)
+        check_choice("on_nonfinite", on_nonfinite, NonFinite)
         self.enabled = enabled
         self.granularity = granularity
         self.gradient_clipping = gradient_clipping
@@ -56,6 +54,7 @@ class InBackwardStrategy(Strategy):
         self.optimizers_in_backward: list[OptimizerInBackward] = []
         self.step_half_applied = False  # an exception left a backward pass in which parameters may have moved
         self._blocks: list[nn.Module] = []
+        self._clipping: TrainerClipping | None = None
         self._warned: set[str] = set()
         self._frequencies: dict[int, tuple[LRSchedulerConfig, int]] = {}  # of schedulers that wait for this batch
 
@@ -70,15 +69,14 @@ class InBackwardStrategy(Strategy):
             return
         module = self.lightning_module
         assert module is not None
-        clip = self._clip(trainer)
+        self._clipping = TrainerClipping(self.gradient_clipping, trainer, self._warn)
         for optimizer in self._real_optimizers():
-            checks.foreign_parameters(optimizer, module)
-            checks.trainable(optimizer)
+            checks.check_foreign_parameters(optimizer, module)
             self.optimizers_in_backward.append(
                 OptimizerInBackward(
                     optimizer,
                     sharding.units_of(module, self._blocks) if self.granularity == "unit" else None,
-                    clip=clip,
+                    clip=self._clipping.exact,
                     on_nonfinite=self.on_nonfinite,
                     self_check=self.self_check,
                 )
@@ -95,13 +93,6 @@ class InBackwardStrategy(Strategy):
         """Without Lightning's stand-in for `configure_optimizers` returning `None`."""
         return [optimizer for optimizer in self.optimizers if not isinstance(optimizer, _MockOptimizer)]
 
-    def _clip(self, trainer: Trainer) -> tuple[str, float] | None:
-        value = trainer.gradient_clip_val
-        checks.clipping(value, self.gradient_clipping)
-        if not value or self.gradient_clipping != "exact":
-            return None
-        return (_kind(trainer.gradient_clip_algorithm), float(value))
-
     # The life of the hooks ------------------------------------------------------------------------------------------
 
     @override
@@ -115,7 +106,8 @@ class InBackwardStrategy(Strategy):
         for core in self.optimizers_in_backward:
             core.parameter_names = names
             core.attach(calls_step=True)
-        self._take_over_clipping()
+        assert self._clipping is not None
+        self._clipping.take_over()
         if self._runs_manual_path():
             InBackwardBatch.install(module.trainer)
 
@@ -144,7 +136,8 @@ class InBackwardStrategy(Strategy):
         self._release_schedulers()
         for core in self.optimizers_in_backward:
             core.remove()
-        vars(self.precision_plugin).pop("clip_gradients", None)
+        if self._clipping is not None:
+            self._clipping.release()
         if (manual_path := InBackwardBatch.of(self.lightning_module)) is not None:
             manual_path.uninstall()
 
@@ -226,11 +219,7 @@ class InBackwardStrategy(Strategy):
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise RuntimeError(
-                "This backward needs parameters as they were before an earlier backward of the same step, which has"
-                " stepped them. Sum the losses and call backward once. (autograd says: a tensor was modified by an"
-                " inplace operation.)"
-            ) from error
+            raise checks.stepped_before_backward() from error
 
     def _runs_manual_path(self) -> bool:
         """Whether the mixin runs the batches."""
@@ -270,61 +259,8 @@ class InBackwardStrategy(Strategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # The first of the strategy that `Trainer.save_checkpoint` calls: before anything is gathered from other ranks.
         if self.step_half_applied or any(core.stepped for core in self._attached()):
-            raise HalfAppliedStepError
+            raise checks.half_applied_step()
         return super().lightning_module_state_dict()
-
-    # Clipping -------------------------------------------------------------------------------------------------------
-
-    def _take_over_clipping(self) -> None:
-        """Keeps `clip_gradients` from torch, which would find no gradients, while the hooks are on.
-
-        Both the Trainer's own clipping and ``self.clip_gradients`` in user code end in the precision plugin, an object
-        of this strategy; its attribute is deleted again in `_detach`.
-        """
-        module = self.lightning_module
-        assert module is not None
-        value = module.trainer.gradient_clip_val
-        if self.gradient_clipping == "disable":
-            if value:
-                self._warn_clipping_disabled(value)
-            if is_overridden("configure_gradient_clipping", module):
-                self._warn_clipping_disabled("in `configure_gradient_clipping`")
-        elif is_overridden("configure_gradient_clipping", module):
-            raise MisconfigurationException(
-                f"`{type(module).__name__}.configure_gradient_clipping` is overridden, and it would be called when the"
-                f" gradients are gone (`gradient_clipping={self.gradient_clipping!r}`). Remove it and use"
-                " `gradient_clip_val`, or pass `gradient_clipping='disable'`."
-            )
-        if self._clip(module.trainer) and self._clip(module.trainer)[0] == "norm":  # type: ignore[index]
-            checks.takes_retain_graph(module)
-        self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-
-    def _clip_gradients(
-        self, optimizer: Optimizer, clip_val: int | float = 0.0, gradient_clip_algorithm: Any = "norm"
-    ) -> None:
-        if not clip_val or clip_val <= 0:
-            return
-        module = self.lightning_module
-        assert module is not None
-        if self.gradient_clipping == "disable":
-            self._warn_clipping_disabled(clip_val)
-        elif self.gradient_clipping == "error":
-            checks.clipping(clip_val, "error")
-        elif self._clip(module.trainer) != (_kind(gradient_clip_algorithm), clip_val):
-            raise MisconfigurationException(
-                f"`clip_gradients({clip_val}, {_kind(gradient_clip_algorithm)!r})` came after the optimizer had stepped"
-                " in backward. Set `Trainer(gradient_clip_val=…)` instead, which `gradient_clipping='exact'` clips by"
-                " before the step, and have `training_step` return its loss (`OptimInBwdMixin` for the manual loop):"
-                " Lightning does not take it for a module that calls `manual_backward` itself."
-            )
-
-    def _warn_clipping_disabled(self, value: Any) -> None:
-        self._warn(
-            "clipping",
-            f"Gradient clipping ({value if isinstance(value, str) else f'`gradient_clip_val={value}`'}) is disabled:"
-            " the optimizer steps in backward, before the norm of all gradients is known. Pass"
-            " `gradient_clipping='exact'` to the strategy to clip all the same, or `'error'` to be stopped here.",
-        )
 
     def _warn(self, topic: str, message: str) -> None:
         """Warns once per fit."""
@@ -333,6 +269,15 @@ class InBackwardStrategy(Strategy):
             rank_zero_warn(message)
 
 
-def _kind(algorithm: Any) -> str:
-    """Lightning's `gradient_clip_algorithm`, a string enum or `None`, as the core names it."""
-    return "value" if algorithm == "value" else "norm"
+def log_units(units: list[tuple[str, list[Tensor]]]) -> None:
+    """Says once, at start, what steps together, and what little there is to gain where most is frozen."""
+    rank_zero_info(f"{len(units)} unit(s): {sharding.describe_units(units)}.")
+    params = [p for _, unit in units for p in unit]
+    trainable = [p for p in params if p.requires_grad]
+    total, moving = (sum(p.numel() for p in some) for some in (params, trainable))
+    if moving < total / 2:
+        size = sum(local_tensor(p).nbytes for p in trainable)
+        rank_zero_info(
+            f"{moving:,} of {total:,} parameters ({moving / total:.1%}) are trainable. Their gradients take"
+            f" {size / 2**20:.1f} MiB on this rank, which is all that the optimizer in backward can save here."
+        )

@@ -30,8 +30,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bwdopt import refusals
+from lightning_bwdopt.arguments import NonFinite
 from lightning_bwdopt.attached import AttachedOptimizer
-from lightning_bwdopt.clipping import GradientTreatment, NonFinite, run_backward
+from lightning_bwdopt.clipping import GradientTreatment, run_backward
 from lightning_bwdopt.selfcheck import SEPARABLE_OPTIMIZERS, RandomNumbers, check_optimizer
 from lightning_bwdopt.views import StepView
 

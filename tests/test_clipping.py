@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -250,43 +249,10 @@ class DeafBackward(Plain):
         loss.backward()
 
 
-class ClipsItself(Plain):
-    """Calls everything itself, clipping too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.clip_gradients(optimizer, gradient_clip_val=0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class Closure(Plain):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 def test_backward_overrides() -> None:
-    with pytest.raises(MisconfigurationException, match="`OwnBackward.backward` takes `loss` and no `retain_graph`"):
-        exact("norm", OwnBackward())
     with pytest.raises(RuntimeError, match="walks the graph twice, and the first pass has freed it.*retain_graph=True"):
         exact("norm", DeafBackward())
     exact("value", OwnBackward())  # one pass
-
-
-def test_clipping_by_hand_comes_too_late() -> None:
-    strategy = SingleDeviceOptimInBwdStrategy(gradient_clipping="exact")
-    with pytest.raises(MisconfigurationException, match=r"`clip_gradients\(0.1, 'norm'\)` came after.*OptimInBwdMixin"):
-        trainer(strategy=strategy, max_steps=2).fit(ClipsItself(), loader())
-
-
-def test_closure_optimizer() -> None:
-    with pytest.raises(ValueError, match="`LBFGS` needs a closure"):
-        exact("norm", Closure())
 
 
 def test_plain_backward_where_two_passes_are_needed() -> None:

@@ -393,10 +393,3 @@ def test_optimization_is_manual_from_a_batch_to_the_end_of_its_backward() -> Non
     trainer(max_steps=3, strategy=SingleDeviceOptimInBwdStrategy(enabled=False)).fit(ordinary, loader(3), loader(2))
     assert len(ordinary.seen) == 5
     assert all(ordinary.seen.values())
-
-
-def test_wrong_order_of_base_classes_is_refused_at_class_creation() -> None:
-    with pytest.raises(TypeError, match=r"Write `class Wrong\(OptimInBwdMixin, LightningModule\)`"):
-        type("Wrong", (LightningModule, OptimInBwdMixin), {})
-    with pytest.raises(TypeError, match="names `LightningModule` before `OptimInBwdMixin`"):
-        type("AlsoWrong", (Lit, OptimInBwdMixin), {})

@@ -14,12 +14,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from helpers import Lit, assert_equal, loader, run_distributed, seeded, trainer
-from lightning_bwdopt import FSDPOptimInBwdStrategy, OptimInBwdMixin
+from lightning_bwdopt import OptimInBwdMixin
 from observing import assert_same_runs, moved, observe, strategy_of, weights_of
 from test_callbacks import Backbone, Unfreezes, _backbone_finetuning
 from test_manual import HELD, ClosureGan, Gan, Manual, ReturnsLoss, StepsBoth, UntoggledGan
@@ -127,12 +126,6 @@ def test_user_manual_modules_on_two_ranks_equal_stock_hand_sharding() -> None:
     assert len(run_distributed(_manual_modules)[0]) == 5
 
 
-class OwnsParameter(Manual):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-
 class NoneOnOneRank(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
@@ -172,8 +165,6 @@ def _life() -> list[str]:
         assert_equal(results[1], results[0])
         assert results[0][-1] == 8
         done.append(loop)
-    with pytest.raises(MisconfigurationException, match="owns the parameter `scale` itself"):
-        trainer(devices=2, strategy=FSDPOptimInBwdStrategy()).fit(seeded(OwnsParameter), loader(), loader())
     return done
 
 

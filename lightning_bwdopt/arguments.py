@@ -1,0 +1,163 @@
+"""What arguments may be: one of a few words, sizes that fit the ranks, and FSDP1's names with what replaces them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+Granularity = Literal["unit", "parameter"]
+GradientClipping = Literal["disable", "error", "exact"]
+NonFinite = Literal["ignore", "error", "skip"]
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
+StateDictType = Literal["full", "sharded"]
+
+# Arguments of Lightning's `FSDPStrategy` (FSDP1) that the FSDP2 strategy does not take, and what to write instead.
+FSDP1_ARGUMENTS = {
+    "mixed_precision": "use `mp_policy`, a `torch.distributed.fsdp.MixedPrecisionPolicy` or a dict of its fields",
+    "use_orig_params": "leave it out: FSDP2 always keeps the original parameters",
+    "ignored_states": "freeze them, or apply `fully_shard(..., ignored_params=...)` yourself in `configure_model`",
+    "ignored_parameters": "freeze them, or apply `fully_shard(..., ignored_params=...)` yourself in `configure_model`",
+    "ignored_modules": "apply `fully_shard` in `configure_model` to the modules that you want sharded",
+    "limit_all_gathers": "leave it out: FSDP2 limits them by itself",
+    "forward_prefetch": "call `set_modules_to_forward_prefetch` on the sharded modules in `configure_model`",
+    "backward_prefetch": "leave it out: FSDP2 prefetches in backward by itself",
+    "sync_module_states": "leave it out: seed every rank alike, or load a checkpoint",
+    "activation_checkpointing": "use `activation_checkpointing_policy`, a set of module classes",
+    "save_distributed_checkpoint": "use `state_dict_type`: `'sharded'` or `'full'`",
+    "process_group": "use `device_mesh` with `sharding_strategy='HYBRID_SHARD'`",
+    "param_init_fn": "build the model in `configure_model`",
+    "accelerator": "pass it to the Trainer",
+    "device_id": "pass `devices` to the Trainer",
+    "parallel_devices": "pass `devices` to the Trainer",
+    "cluster_environment": "pass it to the Trainer, `plugins=[...]`",
+    "checkpoint_io": "pass it to the Trainer, `plugins=[...]`",
+    "precision_plugin": "pass `precision` or `plugins=[...]` to the Trainer",
+}
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """An argument that takes one of a few words.
+
+    Args:
+        name: The argument.
+        value: What was passed.
+        choices: A ``Literal`` of the words.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    words = get_args(choices)
+    if value not in words:
+        hint = difflib.get_close_matches(str(value), words, n=1)
+        raise ValueError(
+            f"`{name}={value!r}` is unknown."
+            + (f" Did you mean `{hint[0]!r}`?" if hint else "")
+            + f" Choose one of {', '.join(map(repr, words))}."
+        )
+
+
+def check_names(unknown: Collection[str], known: Collection[str], replaced: Mapping[str, str] | None = None) -> None:
+    """Arguments that a strategy does not have: a typing error, or one of FSDP1's.
+
+    Args:
+        unknown: The names that were passed beside those of the strategy.
+        known: The strategy's own.
+        replaced: What to write instead of FSDP1's.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in unknown:
+        if replaced and name in replaced:
+            raise TypeError(
+                f"`{name}` is an argument of `FSDPStrategy` (FSDP1); this strategy is FSDP2: {replaced[name]}."
+            )
+        hint = difflib.get_close_matches(name, known, n=1)
+        raise TypeError(
+            f"`{name}` is not an argument of this strategy."
+            + (f" Did you mean `{hint[0]}`?" if hint else f" It takes {', '.join(known)}.")
+        )
+
+
+def check_sharding_strategy(value: str) -> None:
+    """The words of FSDP1, without the one that has no meaning in FSDP2."""
+    if value == "NO_SHARD":
+        raise ValueError(
+            "`sharding_strategy='NO_SHARD'` does not exist in FSDP2: with nothing sharded there is no strategy for"
+            " several devices here. Use `'SHARD_GRAD_OP'`, or `strategy='single_device_optim_in_bwd'` on one device."
+        )
+    check_choice("sharding_strategy", value, ShardingStrategy)
+
+
+def check_parallel_sizes(data_parallel_size: int, tensor_parallel_size: int, world_size: int) -> None:
+    """Each rank has one place in the mesh of data-parallel and tensor-parallel ranks."""
+    if data_parallel_size < 1 or tensor_parallel_size < 1 or data_parallel_size * tensor_parallel_size != world_size:
+        raise ValueError(
+            f"`data_parallel_size={data_parallel_size}` times `tensor_parallel_size={tensor_parallel_size}` is"
+            f" {data_parallel_size * tensor_parallel_size} ranks, and there are {world_size}. Choose sizes whose"
+            f" product is {world_size}; `data_parallel_size='auto'` is the world size over `tensor_parallel_size`."
+        )
+
+
+def check_hybrid_mesh(sharding_strategy: str, device_mesh: Sequence[int] | None, world_size: int | None = None) -> None:
+    """`HYBRID_SHARD` and its `(replicate, shard)` sizes belong together and multiply to the world size."""
+    if sharding_strategy != "HYBRID_SHARD":
+        if device_mesh is not None:
+            raise ValueError(
+                f"`device_mesh={device_mesh!r}` goes with `sharding_strategy='HYBRID_SHARD'`, and it is"
+                f" `{sharding_strategy!r}`. Leave `device_mesh` out, or choose `'HYBRID_SHARD'`."
+            )
+        return
+    if device_mesh is not None and (len(device_mesh) != 2 or any(size < 1 for size in device_mesh)):
+        raise ValueError(
+            f"`device_mesh={device_mesh!r}` is not a pair of positive sizes. Pass `(replicate, shard)`, as in `(2, 4)`."
+        )
+    if world_size is not None and device_mesh is not None and device_mesh[0] * device_mesh[1] != world_size:
+        raise ValueError(
+            f"`device_mesh={tuple(device_mesh)}` is {device_mesh[0]} x {device_mesh[1]} ="
+            f" {device_mesh[0] * device_mesh[1]} ranks, and there are {world_size}. Choose sizes whose product is"
+            f" {world_size}."
+        )
+
+
+def check_hybrid_nodes(num_nodes: int, num_processes: int) -> None:
+    """`HYBRID_SHARD` without sizes replicates across nodes, so there must be several."""
+    if num_nodes == 1:
+        raise ValueError(
+            f"`sharding_strategy='HYBRID_SHARD'` without `device_mesh` shards inside each node and replicates across"
+            f" nodes, and there is one node of {num_processes} ranks: nothing would be replicated. Pass"
+            " `device_mesh=(replicate, shard)`, or use `'FULL_SHARD'`."
+        )
+
+
+def check_hybrid_tensor_parallel(sharding_strategy: str, tensor_parallel_size: object) -> None:
+    """`HYBRID_SHARD` takes all ranks for its two mesh dimensions."""
+    if sharding_strategy == "HYBRID_SHARD" and tensor_parallel_size != 1:
+        raise ValueError(
+            f"`sharding_strategy='HYBRID_SHARD'` and `tensor_parallel_size={tensor_parallel_size}` would need a mesh of"
+            " three dimensions. Use `'FULL_SHARD'` beside tensor parallelism, or apply `fully_shard` with a mesh of"
+            " your own in `configure_model`."
+        )
+
+
+def mixed_precision_policy(fields: dict[str, Any]) -> MixedPrecisionPolicy:
+    """A policy from a dict as YAML has it, whose dtypes are names such as ``bfloat16`` or ``torch.bfloat16``.
+
+    Raises:
+        ValueError: a field or a dtype that there is not.
+    """
+    parsed = dict(fields)
+    known = MixedPrecisionPolicy.__dataclass_fields__
+    for key, value in fields.items():
+        if key not in known:
+            raise ValueError(f"`mp_policy` has no field `{key}`. It has {', '.join(known)}.")
+        if key.endswith("dtype") and isinstance(value, str):
+            dtype = getattr(torch, value.removeprefix("torch."), None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"`mp_policy` has `{key}: {value}`, which is no torch dtype. Write `bfloat16`, say.")
+            parsed[key] = dtype
+    return MixedPrecisionPolicy(**parsed)
