@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_bwdopt import plots
 from lightning_bwdopt.clipping import total_norm
 from lightning_bwdopt.mode import InBackwardStrategy
+from lightning_bwdopt.timeline import Recording, memory_reader, read_csv, write_csv
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_bwdopt.optimizer import OptimizerInBackward
+
+# The runs that are laid side by side.
+MODES = ("ordinary", "in backward")
 
 
 class OptimInBwdMonitor(LearningRateMonitor):
@@ -119,6 +127,160 @@ class _Groups:
     def __init__(self, param_groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         self.param_groups = param_groups
         self.defaults = defaults
+
+
+class MemoryTimeline(Callback):
+    """Records the memory of this rank over one training step, as a CSV file and a picture.
+
+    Samples every millisecond: on CUDA what the allocator has given out on the rank's device, elsewhere the resident set
+    of the process; and the gradients that are alive. Forward, backward and each unit's step (in an ordinary run, the
+    optimizer's) are marked. It works in ordinary runs, too, and under any strategy; at every other step it does nothing
+    and has nothing hooked to the model.
+
+    Each rank writes ``memory_step1_in_backward_rank0.csv``, or ``…_ordinary_…``, and a ``.png`` of the same name. Give
+    an ordinary and an in-backward run the same ``dirpath``: the later one draws both pictures, on the same axes.
+
+    Args:
+        step: The step to record, as ``trainer.global_step`` counts: 0 is the first, in which the optimizer also makes
+            its state. All its micro-batches are recorded.
+        dirpath: The folder to write to; ``None``: the logger's, or ``default_root_dir``.
+        draw: Also draw the picture, for which matplotlib is needed.
+
+    Attributes:
+        file: The CSV file, once it is written.
+
+    Raises:
+        TypeError: ``step`` is not a whole number.
+        ValueError: ``step`` is negative.
+        RuntimeError: when training begins, on a system whose resident set cannot be read.
+
+    Example::
+
+        Trainer(callbacks=[MemoryTimeline(step=5)], strategy="fsdp_optim_in_bwd")
+    """
+
+    def __init__(self, step: int = 1, dirpath: str | Path | None = None, draw: bool = True) -> None:
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise TypeError(f"`step={step!r}` is not a whole number. Pass the `global_step` to record, such as 1.")
+        if step < 0:
+            raise ValueError(f"`step={step}` is before the first step. Pass the `global_step` to record, 0 or more.")
+        self.step = step
+        self.dirpath = dirpath
+        self.draw = draw
+        self.file: Path | None = None
+        self._recording: Recording | None = None
+        self._handles: list[Any] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        memory_reader(trainer.strategy.root_device)  # fails now, not at the step
+        self.file = None
+        if trainer.global_step > self.step:
+            rank_zero_warn(
+                f"`MemoryTimeline(step={self.step})` records nothing: this run goes on from step {trainer.global_step}."
+                " Pass a later step."
+            )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._recording is not None:
+            self._recording.enter("forward")  # of the step's next micro-batch
+        elif self.file is None and self._is_near(trainer):
+            self._begin(trainer, pl_module)
+
+    def _is_near(self, trainer: Trainer) -> bool:
+        """Whether this batch makes the step. With several optimizers a batch may count several."""
+        return 0 <= trainer.global_step - self.step < max(1, len(trainer.optimizers))
+
+    def _begin(self, trainer: Trainer, module: LightningModule) -> None:
+        parameters = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        recording = Recording(memory_reader(trainer.strategy.root_device), parameters)
+        cores = _cores(trainer)
+        for core in cores.values():
+            self._handles.append(core.register_unit_step_hooks(recording.before_step, recording.after_step))
+        for optimizer in trainer.optimizers:
+            if id(optimizer) not in cores:
+                self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_stepped))
+        for _, param in parameters:
+            self._handles.append(param.register_post_accumulate_grad_hook(recording.on_gradient))
+        self._recording = recording
+
+    def _on_optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._recording is not None:
+            self._recording.note("step ends", type(optimizer).__name__)
+            self._recording.enter("")
+
+    @override
+    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._recording is not None:
+            self._recording.enter("backward")
+
+    @override
+    def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._recording is not None:
+            self._recording.enter("")
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._recording is not None and id(optimizer) not in _cores(trainer):
+            self._recording.enter("optimizer step")
+            self._recording.note("step begins", type(optimizer).__name__)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._recording is None or trainer.fit_loop._should_accumulate():
+            return
+        recording = self._recording
+        self._end()
+        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {
+            mode: folder / f"memory_step{self.step}_{mode.replace(' ', '_')}_rank{trainer.global_rank}.csv"
+            for mode in MODES
+        }
+        self.file = files["in backward" if _cores(trainer) else "ordinary"]
+        write_csv(recording.samples, self.file)
+        if self.draw:
+            self._draw(trainer, {mode: file for mode, file in files.items() if file.exists()})
+
+    def _draw(self, trainer: Trainer, files: dict[str, Path]) -> None:
+        try:
+            plots.need_matplotlib("MemoryTimeline")
+        except ModuleNotFoundError as error:
+            rank_zero_warn(f"{error} The figures are in `{self.file}`.")
+            return
+        timelines = {f"{mode}, step {self.step}, rank {trainer.global_rank}": read_csv(files[mode]) for mode in files}
+        device = trainer.strategy.root_device
+        memory = f"allocated on {device}" if device.type == "cuda" else "resident set"
+        pictures = [file.with_suffix(".png") for file in files.values()]
+        for figure, picture in zip(plots.draw_timelines(timelines, memory), pictures, strict=True):
+            figure.savefig(picture, dpi=110)
+        rank_zero_info(f"The memory of step {self.step} is drawn in {', '.join(map(str, pictures))}.")
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+
+    @override
+    def on_train_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._end()  # where `on_train_batch_start` has skipped the rest of the epoch
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()
+        if self.file is None and trainer.global_step <= self.step:
+            rank_zero_warn(
+                f"`MemoryTimeline(step={self.step})` has recorded nothing: the training ended after"
+                f" {trainer.global_step} steps. Pass an earlier step."
+            )
+
+    @override
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        self._end()
 
 
 def _cores(trainer: Trainer) -> dict[int, OptimizerInBackward]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_bwdopt import timeline
 from lightning_bwdopt.memory import MIB, Phase
+from lightning_bwdopt.timeline import Sample
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SHADES = {"forward": "#dbe9f6", "backward": "#fde8d3", "optimizer step": "#dff0d8"}
+_MEMORY, _GRADIENTS, _STEP = "#1f4e79", "#b8500a", "#2e7d32"
 
 
 def need_matplotlib(what: str) -> None:
@@ -37,3 +46,66 @@ def draw_estimate(ordinary: Sequence[tuple[Phase, int]], in_backward: Sequence[t
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(file)
+
+
+class _Limits(NamedTuple):
+    """Upper ends of the axes, for pictures that are laid side by side."""
+
+    ms: float
+    memory: float
+    gradients: float
+
+    @classmethod
+    def of(cls, timelines: Iterable[Sequence[Sample]]) -> _Limits:
+        samples = [sample for timeline in timelines for sample in timeline]
+        return cls(
+            max(sample.ms for sample in samples),
+            1.05 * max(sample.memory_bytes for sample in samples) / MIB,
+            1.15 * max(1, *(sample.gradient_bytes for sample in samples)) / MIB,
+        )
+
+
+def draw_timelines(timelines: Mapping[str, Sequence[Sample]], memory: str) -> list[Figure]:
+    """Draws each timeline by itself, all on the same axes.
+
+    Args:
+        timelines: The samples under the title of each.
+        memory: What their memory is, in words.
+    """
+    from matplotlib.figure import Figure
+
+    limits = _Limits.of(timelines.values())
+    figures = []
+    for title, samples in timelines.items():
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+        _draw_timeline(figure, samples, limits, memory, title)
+        figures.append(figure)
+    return figures
+
+
+def _draw_timeline(figure: Figure, samples: Sequence[Sample], limits: _Limits, memory: str, title: str) -> None:
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    times = [sample.ms for sample in samples]
+    line: dict[str, Any] = {"linewidth": 1.2, "drawstyle": "steps-post"}
+    upper.plot(times, [sample.memory_bytes / MIB for sample in samples], color=_MEMORY, **line)
+    lower.plot(times, [sample.gradient_bytes / MIB for sample in samples], color=_GRADIENTS, **line)
+    peak, gradients = (max(values) / MIB for values in zip(*(sample[-2:] for sample in samples)))
+    figure.suptitle(f"{title}: at most {peak:.0f} MiB; of gradients {gradients:.1f} MiB", fontsize=10)
+    upper.set(ylabel=f"MiB, {memory}", ylim=(0, limits.memory), xlim=(0, limits.ms))
+    lower.set(ylabel="MiB of gradients", ylim=(0, limits.gradients), xlabel="milliseconds since the step began")
+    for axes in (upper, lower):
+        for phase in timeline.phases(samples):
+            axes.axvspan(phase.start_ms, phase.end_ms, color=_SHADES[phase.name], linewidth=0)
+        for step in timeline.steps(samples):
+            axes.axvspan(step.start_ms, step.end_ms, ymin=0.94, color=_STEP, linewidth=0.6)
+        axes.tick_params(labelsize=8)
+        axes.yaxis.label.set_size(8)
+        axes.xaxis.label.set_size(8)
+    upper.legend(handles=_legend(), fontsize=7, loc="lower right", ncols=2, framealpha=0.9)
+
+
+def _legend() -> list[Any]:
+    from matplotlib.patches import Patch
+
+    parts = [Patch(color=color, label=phase) for phase, color in _SHADES.items()]
+    return [*parts, Patch(color=_STEP, label="step of a unit, or of the optimizer")]
