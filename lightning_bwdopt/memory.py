@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_bwdopt.views import local_tensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _MISSING: ImportError | None = None
 try:
@@ -119,6 +116,7 @@ class MemoryTracker(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.after = ""
         self._storages: dict[int, _Storage] = {}  # id of the storage
+        self._unsharded: dict[int, _Storage] = {}  # those of them that FSDP2 empties and fills again
 
     def restart(self) -> None:
         """Starts a new measurement; what is alive stays counted."""
@@ -135,6 +133,8 @@ class MemoryTracker(TorchDispatchMode):
             self.current[known.category] -= known.size
             self.current[category] += known.size
             known.category = category
+        if category == "unsharded_parameters":
+            self._unsharded[id(storage)] = self._storages[id(storage)]
 
     # Storages come, change their size, and go -----------------------------------------------------------------------
 
@@ -145,13 +145,12 @@ class MemoryTracker(TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         gone = self._storages.pop(key)
+        self._unsharded.pop(key, None)
         self.current[gone.category] -= gone.size
         self.total -= gone.size
 
     def _measure(self, storage: torch.UntypedStorage) -> None:
-        known = self._storages.get(id(storage))
-        if known is None:
-            return
+        known = self._storages[id(storage)]
         change = storage.nbytes() - known.size
         known.size += change
         self.current[known.category] += change
@@ -163,22 +162,6 @@ class MemoryTracker(TorchDispatchMode):
             self.peaks[self.phase] = Peak(self.total, dict(self.current), self.after)
 
     # The mode -------------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Self:
-        original = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            self._measure(storage)
-            return result
-
-        # FSDP2 frees and fills unsharded parameters with it (_fsdp_param.py, `free_storage`), which no dispatch sees.
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        del torch.UntypedStorage.resize_  # the class has it from `StorageBase`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -204,6 +187,11 @@ class MemoryTracker(TorchDispatchMode):
                     self._measure(storage)
                 else:
                     self._add(storage, category)
+        # FSDP2 frees and fills unsharded parameters by `UntypedStorage.resize_` (_fsdp_param.py, `free_storage` and
+        # `alloc_storage`), which no dispatch sees: the next operation finds them changed.
+        for known in list(self._unsharded.values()):
+            if (resized := known.reference()) is not None:
+                self._measure(resized)
         self._note()
         return result
 
