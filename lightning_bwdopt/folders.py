@@ -238,5 +238,5 @@ class FolderWriter:
     @staticmethod
     def _publish(meta: dict[str, Any], path: Path) -> None:
         if dist.get_rank() == 0:
-            torch.save(meta, storage.partial_path(path) / META_FILE)
+            storage.save(meta, storage.partial_path(path) / META_FILE)
             storage.publish(path)

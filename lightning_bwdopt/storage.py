@@ -1,4 +1,4 @@
-"""Files and folders that appear under their name only when they are complete."""
+"""Files and folders that appear under their name only when they are complete and on the disk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +21,52 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+def previous_path(path: Path) -> Path:
+    """Where a folder waits while another takes its name, if that needs two steps.
+
+    When the process dies between the two, Lightning's ``ckpt_path="last"`` finds what waits for ``last.ckpt``, since
+    the name begins and ends alike.
+    """
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
+
+
 def write_file(content: Any, path: Path) -> None:
     """Saves with ``torch.save``; under ``path`` there is the old file or the new one, never a part of it."""
     partial = partial_path(path)
     remove(partial)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content, partial)
+    save(content, partial)
     publish(path)
+
+
+def save(content: Any, path: Path) -> None:
+    """``torch.save`` that returns when the content is on the disk, and not only in the system's memory."""
+    torch.save(content, path)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def publish(path: Path) -> None:
     """Moves what was written at ``partial_path(path)`` to ``path``, over what is there."""
-    partial = partial_path(path)
+    partial, previous = partial_path(path), previous_path(path)
+    _flush_names(partial)
     if not path.is_dir() and not partial.is_dir():
         os.replace(partial, path)
     elif not os.path.lexists(path):
         os.rename(partial, path)
-    else:
-        # A folder cannot be renamed over: swap the two, so that one of them is there at every moment.
-        if not _exchange(partial, path):
-            previous = path.with_name(f".{path.name}.previous")
-            remove(previous)
-            os.rename(path, previous)
-            os.rename(partial, path)
-            os.rename(previous, partial)
-        remove(partial)
+    elif not _exchange(partial, path):
+        # A folder cannot be renamed over.
+        remove(previous)
+        os.rename(path, previous)
+        os.rename(partial, path)
+        os.rename(previous, partial)
+    _flush_names(path.parent)
+    remove(partial)  # what was at `path`, where the two were swapped
 
 
 def recover(path: Path) -> None:
     """Undoes the one interruption that leaves nothing at ``path``: between the renames of a swap in two steps."""
-    previous = path.with_name(f".{path.name}.previous")
+    previous = previous_path(path)
     if not os.path.lexists(path) and os.path.lexists(previous):
         os.rename(previous, path)
 
@@ -65,6 +82,18 @@ def remove(path: Path) -> None:
             os.rename(path, aside)
             path = aside
         shutil.rmtree(path)
+
+
+def _flush_names(folder: Path) -> None:
+    """Has the system put on the disk which files a folder has; nothing where it is a file, or not supported."""
+    if not folder.is_dir():
+        return
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -1,0 +1,94 @@
+"""Files and folders on the disk: at every moment there is the old one or the new one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from helpers import assert_equal, seeded
+from lightning_bwdopt import storage
+from test_checkpoints import Plain, fit, single
+
+
+class Died(BaseException):
+    pass
+
+
+def put(path: Path, kind: str, content: str) -> None:
+    if kind == "folder":
+        path.mkdir()
+        path = path / "shard"
+    path.write_text(content)
+
+
+def content(path: Path) -> str:
+    return (path / "shard" if path.is_dir() else path).read_text()
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "two steps"])
+@pytest.mark.parametrize(("old", "new"), [("folder", "folder"), ("file", "folder"), ("folder", "file")])
+@pytest.mark.parametrize("renames", range(4))
+def test_death_between_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, renames: int, exchanges: bool
+) -> None:
+    path = tmp_path / "last.ckpt"
+    put(path, old, "old")
+    put(storage.partial_path(path), new, "new")
+    left = renames
+
+    def rename(source: Path, target: Path, rename: Any = os.rename) -> None:
+        nonlocal left
+        if left == 0:
+            raise Died
+        left -= 1
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        if not exchanges:
+            patch.setattr(storage, "_exchange", lambda *paths: False)
+        died = False
+        try:
+            storage.publish(path)
+        except Died:
+            died = True
+    assert died == (not exchanges and renames < 3)
+    seen = [name for name in os.listdir(tmp_path) if not name.startswith(".")]
+    assert seen == ["last.previous.ckpt"] if died and renames == 1 else "last.ckpt" in seen
+
+    storage.recover(path)
+    assert content(path) == ("old" if died and renames < 2 else "new")
+
+    storage.remove(storage.partial_path(path))
+    put(storage.partial_path(path), new, "newer")
+    storage.publish(path)
+    assert content(path) == "newer"
+    assert set(os.listdir(tmp_path)) - {"last.previous.ckpt"} == {"last.ckpt"}
+
+
+def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
+    for kind in ("file", "folder"):
+        target, link = tmp_path / f"step_{kind}", tmp_path / f"last_{kind}"
+        put(target, kind, "old")
+        link.symlink_to(target)
+        put(storage.partial_path(link), kind, "new")
+        storage.publish(link)
+        assert (content(link), content(target)) == ("new", "old")
+        assert not link.is_symlink()
+        link.unlink() if kind == "file" else storage.remove(link)
+        link.symlink_to(target)
+        storage.remove(link)
+        assert content(target) == "old"
+    assert sorted(os.listdir(tmp_path)) == ["step_file", "step_folder"]
+
+
+def test_last_finds_what_waited_for_its_name(tmp_path: Path) -> None:
+    whole = fit(single(), seeded(Plain), save=storage.previous_path(tmp_path / "last.ckpt"))
+    storage.partial_path(tmp_path / "last.ckpt").write_text("cut sh")
+    callbacks = [ModelCheckpoint(tmp_path, save_top_k=0)]
+    resumed = fit(single(), seeded(Plain), resume="last", callbacks=callbacks, enable_checkpointing=True)
+    assert_equal(resumed, whole)
