@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from lightning_bwdopt import arguments, checks, loading, sharding
 from lightning_bwdopt.arguments import GradientClipping, Granularity, NonFinite, ShardingStrategy, StateDictType
-from lightning_bwdopt.checkpoints import ShardedCheckpoints
 from lightning_bwdopt.mode import InBackwardStrategy, log_units
 from lightning_bwdopt.remapping import remap_optimizers, remember_names
+from lightning_bwdopt.sharded_checkpoints import ShardedCheckpoints
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import _StrategyRegistry

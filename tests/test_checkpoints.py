@@ -28,9 +28,10 @@ from lightning_bwdopt import (
     SingleDeviceOptimInBwdStrategy,
     states,
 )
-from lightning_bwdopt.checkpoints import CheckpointError, consolidate
+from lightning_bwdopt.checkpoints import consolidate
 
 HALF, WHOLE = 4, 8  # steps; an epoch has HALF of them
+LAYERS = ["frozen", "unfrozen", "frozen group", "unused", "late", "tied"]
 MANUAL_COUNTER = "epoch_loop.manual_optimization.optim_step_progress"
 
 
@@ -220,7 +221,7 @@ def check_variant(tmp: str, variant: str, kind: str) -> None:
         assert_equal(resumed, whole, f"{source} -> ours")
 
 
-@pytest.mark.parametrize("variant", ["frozen", "unfrozen", "frozen group", "unused", "late", "tied", "compiled"])
+@pytest.mark.parametrize("variant", [*LAYERS, "compiled"])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_layers_on_two_ranks(tmp_path: Path, variant: str, kind: str) -> None:
     run_distributed(check_variant, str(tmp_path), variant, kind)
@@ -248,17 +249,32 @@ def test_one_device_interchange(tmp_path: Path, make: Any) -> None:
         )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch.compile's own
-@pytest.mark.parametrize("variant", ["frozen", "unfrozen", "frozen group", "unused", "late", "tied", "compiled"])
+@pytest.mark.parametrize("variant", LAYERS)
 def test_layers_on_one_device(tmp_path: Path, variant: str) -> None:
     whole = fit(single(enabled=False), seeded(Plain, variant=variant), save=tmp_path / "stock")
     assert_equal(fit(single(), seeded(Plain, variant=variant), save=tmp_path / "ours"), whole)
     assert_equal(read(tmp_path / "ours"), read(tmp_path / "stock"))
     for source in ("stock", "ours"):
-        assert_equal(
-            fit(single(), seeded(Plain, variant=variant), resume=tmp_path / source), whole, f"{source} -> ours"
-        )
-    assert_equal(fit(single(enabled=False), seeded(Plain, variant=variant), resume=tmp_path / "ours"), whole)
+        for enabled in (True, False):
+            resumed = fit(single(enabled), seeded(Plain, variant=variant), resume=tmp_path / source)
+            assert_equal(resumed, whole, f"{source} -> {'ours' if enabled else 'stock'}")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch.compile's own
+def test_compiled_layers_on_one_device(tmp_path: Path) -> None:
+    """Lightning's own strategy writes `_orig_mod` here, which no model can load that is compiled otherwise."""
+    whole = fit(single(enabled=False), seeded(Plain, variant="compiled"), save=tmp_path / "stock")
+    assert_equal(fit(single(), seeded(Plain, variant="compiled"), save=tmp_path / "ours"), whole)
+    ours, theirs = read(tmp_path / "ours"), read(tmp_path / "stock")
+    assert not any("_orig_mod" in name for name in ours["state_dict"])
+    theirs["state_dict"] = {states.clean_name(name): value for name, value in theirs["state_dict"].items()}
+    assert_equal(ours, theirs)
+    for source in ("stock", "ours"):
+        resumed = fit(single(), seeded(Plain, variant="compiled"), resume=tmp_path / source)
+        assert_equal(resumed, whole, f"{source} -> ours")
+    plain = fit(single(enabled=False), seeded(Plain), resume=tmp_path / "ours")
+    assert_equal(plain["losses"], whole["losses"], "compiled -> stock, not compiled")
+    assert_equal(fit(single(), seeded(Plain), resume=tmp_path / "stock"), plain, "compiled -> ours, not compiled")
 
 
 def ddp() -> Strategy:
@@ -419,7 +435,7 @@ def test_overwriting(tmp_path: Path) -> None:
     run_distributed(check_overwriting, str(tmp_path))
 
 
-# Hooks, bare loops, new heads, and one file from a folder ------------------------------------------------------------
+# Hooks, bare loops and new heads ------------------------------------------------------------------------------------
 
 
 class Overriding(Mixed):
@@ -540,19 +556,3 @@ def check_new_head_on_two_ranks(tmp: str) -> None:
 def test_new_head_without_strict_loading(tmp_path: Path) -> None:
     check_new_head(str(tmp_path), single, 1)
     run_distributed(check_new_head_on_two_ranks, str(tmp_path))
-
-
-def test_one_file_from_a_folder(tmp_path: Path) -> None:
-    run_distributed(write_folder, str(tmp_path))
-    file = consolidate(tmp_path / "folder", tmp_path / "file.ckpt")
-    whole = fit(single(enabled=False), seeded(Plain))
-    for strategy in (single(), single(enabled=False)):
-        assert_equal(fit(strategy, seeded(Plain), resume=file), whole)
-    loaded = Plain.load_from_checkpoint(file)
-    assert_equal(loaded.state_dict(), read(file)["state_dict"])
-    with pytest.raises(CheckpointError, match="`.*nothing` is not a complete checkpoint: it has no `meta.pt`"):
-        consolidate(tmp_path / "nothing", file)
-
-
-def write_folder(tmp: str) -> None:
-    fit(ours("sharded"), seeded(Plain), ranks=2, save=f"{tmp}/folder")

@@ -1,0 +1,57 @@
+"""One file from a sharded folder, and from that the folder that `transformers` loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from examples.causal_lm import CausalLM
+from helpers import assert_equal, run_distributed, seeded, trainer
+from lightning_bwdopt.checkpoints import CheckpointError, consolidate
+from test_checkpoints import Plain, fit, ours, read, single
+from tiny_recipe import TINY
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def write_folder(tmp: str) -> None:
+    fit(ours("sharded"), seeded(Plain), ranks=2, save=f"{tmp}/folder")
+
+
+def test_one_file_from_a_folder(tmp_path: Path) -> None:
+    run_distributed(write_folder, str(tmp_path))
+    file = consolidate(tmp_path / "folder", tmp_path / "file.ckpt")
+    whole = fit(single(enabled=False), seeded(Plain))
+    for strategy in (single(), single(enabled=False)):
+        assert_equal(fit(strategy, seeded(Plain), resume=file), whole)
+    loaded = Plain.load_from_checkpoint(file)
+    assert_equal(loaded.state_dict(), read(file)["state_dict"])
+    with pytest.raises(CheckpointError, match="`.*nothing` is not a complete checkpoint: it has no `meta.pt`"):
+        consolidate(tmp_path / "nothing", file)
+
+
+def train_language_model(tmp: str) -> dict[str, Any]:
+    module = seeded(CausalLM, architecture=TINY, learning_rate=0.01)
+    run = trainer(strategy=ours("sharded"), devices=2, max_steps=2)
+    tokens = [{"input_ids": row, "labels": row} for row in torch.arange(64).view(4, 16)]
+    run.fit(module, DataLoader(tokens))
+    run.save_checkpoint(f"{tmp}/last.ckpt")
+    assert module.model is not None
+    return {name: param.full_tensor().detach() for name, param in module.model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def test_folder_for_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = run_distributed(train_language_model, str(tmp_path))[0]
+    (snippet,) = (code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "consolidate" in code)
+    monkeypatch.chdir(tmp_path)
+    exec(snippet, {})
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_equal({name: param.detach() for name, param in exported.named_parameters()}, trained)
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
