@@ -40,7 +40,7 @@ class AttachedOptimizer:
         """Has ``optimizer.step`` call ``step``, and ``load_state_dict`` first ``before_loading``."""
         optimizer = self.optimizer
         own = vars(optimizer).get("step")
-        refusals.replaced_step(optimizer, own)
+        refusals.check_replaced_step(optimizer, own)
         self._own_step = own
         optimizer.step = MethodType(_make_step(step), optimizer)  # type: ignore[method-assign]
         self._handles = [

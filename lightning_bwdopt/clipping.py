@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from lightning_bwdopt import refusals
 from lightning_bwdopt.arguments import NonFinite, check_choice
@@ -19,6 +19,9 @@ from lightning_bwdopt.views import local_tensor
 
 if TYPE_CHECKING:
     from lightning_bwdopt.optimizer import OptimizerInBackward, Phase
+
+# Gradients whose norms add up: where they are, the dtype to add them in, and a DTensor's mesh and placements.
+Layout = tuple[torch.device, torch.dtype, DeviceMesh | None, tuple[Placement, ...]]
 
 
 class Clip(NamedTuple):
@@ -66,8 +69,8 @@ class GradientTreatment:
         self.norm: Tensor | None = None
         self.clips_norm = self.clip is not None and self.clip.kind == "norm"
         self.sums_norm = grad_norm  # also where clipping does not need the norm
-        self._sums: dict[DeviceMesh | None, list[Tensor]] = {}  # squared norms of units, each on its hook's stream
-        self._nonfinite: dict[int, Tensor] = {}  # id(parameter) -> whether its gradient has bad elements: 0-d bool
+        self._norms: dict[Layout, list[Tensor]] = {}  # 0-d, of gradients, each on its hook's stream
+        self._largest: list[tuple[list[Tensor], Tensor]] = []  # parameters, largest magnitudes in their gradients: 1-d
         self._coefficient: Tensor | None = None
 
     @property
@@ -77,8 +80,8 @@ class GradientTreatment:
 
     def forget(self) -> None:
         """Drops what a backward pass that failed has left."""
-        self._sums.clear()
-        self._nonfinite.clear()
+        self._norms.clear()
+        self._largest.clear()
         self._coefficient = None
 
     def apply(self, params: Sequence[Tensor]) -> None:
@@ -91,7 +94,7 @@ class GradientTreatment:
             self.measure(params)
         elif self._coefficient is None:
             assert self.clip is not None
-            refusals.unmeasured_clipping(self.clip.limit)
+            raise refusals.unmeasured_clipping(self.clip.limit)
         self._clip(params)
 
     def apply_to_held(self, params: Sequence[Tensor]) -> None:
@@ -106,45 +109,50 @@ class GradientTreatment:
             self.end_backward()
 
     def _clip(self, params: Sequence[Tensor]) -> None:
-        if self.clip is None:
+        if self.clip is None or not params:
             return
-        for param in params:
-            local = _local(param.grad)
-            if self._coefficient is None:
-                local.clamp_(-self.clip.limit, self.clip.limit)  # torch.nn.utils.clip_grad_value_
-            else:
-                local.mul_(self._coefficient.to(local.device, local.dtype))
+        gradients = [_local(p.grad) for p in params]
+        if self._coefficient is None:  # the operations of torch.nn.utils.clip_grad_value_
+            torch._foreach_clamp_min_(gradients, -self.clip.limit)
+            torch._foreach_clamp_max_(gradients, self.clip.limit)
+        else:  # and of torch.nn.utils.clip_grads_with_norm_
+            torch._foreach_mul_(gradients, self._coefficient.to(gradients[0].device))
 
     def measure(self, params: Sequence[Tensor]) -> None:
         """Adds gradients to the norm and to what is known of bad ones: this rank's part, reduced when it is taken."""
+        gradients = [p.grad for p in params]
         if self.on_nonfinite != "ignore":
-            for param in params:
-                self._nonfinite[id(param)] = ~torch.isfinite(_local(param.grad)).all()
+            filled = [(p, local) for p, g in zip(params, gradients) if (local := _local(g)).numel()]
+            if filled:
+                # NaN is the largest of all, and the magnitude of a finite element is finite in its own dtype.
+                largest = torch._foreach_norm([local for _, local in filled], math.inf)
+                self._largest.append(([p for p, _ in filled], torch.stack(largest)))
         if self.sums_norm or self.clips_norm:
-            self.add_to_norm([p.grad for p in params if p.grad is not None])
+            self.add_to_norm([g for g in gradients if g is not None])
 
     def add_to_norm(self, gradients: Sequence[Tensor]) -> None:
-        """Adds this rank's part of the gradients to the sum of squares."""
-        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+        """Adds this rank's part of the gradients to the norm."""
+        by_layout: dict[Layout, list[Tensor]] = {}
         for gradient in gradients:
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(gradient)
-        for mesh, members in by_mesh.items():
-            norms = torch._foreach_norm([_local(g) for g in members], 2, dtype=torch.float32)
-            squares = torch.stack(norms).square_()
-            if any(_copies(g) != 1 for g in members):
-                squares /= torch.tensor([_copies(g) for g in members], device=squares.device)
-            self._sums.setdefault(mesh, []).append(squares.sum())
+            # bfloat16 is too coarse for a sum, and float64 cannot be narrowed.
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            place = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
+            local = _local(gradient)
+            by_layout.setdefault((local.device, dtype, *place), []).append(local)
+        for layout, locals_ in by_layout.items():
+            self._norms.setdefault(layout, []).extend(torch._foreach_norm(locals_, 2, dtype=layout[1]))
 
     def take_norm(self) -> Tensor:
-        """Reduces the sums over their ranks, starts new ones, and keeps the result as :attr:`norm`."""
+        """Reduces what was measured over its ranks, starts anew, and keeps the result as :attr:`norm`."""
         total = torch.zeros(())
-        for mesh, squares in self._sums.items():
-            square = torch.stack(squares).sum()
+        for (*_, mesh, placements), norms in self._norms.items():
+            square = torch.stack(norms).square().sum()
             if mesh is not None:
+                # An element that lies on several ranks is counted on each of them.
+                square /= math.prod(mesh.size(dim) for dim, place in enumerate(placements) if place.is_replicate())
                 square = DTensor.from_local(square, mesh, [Partial()] * mesh.ndim, run_check=False).full_tensor()
             total = total.to(square.device) + square
-        self._sums.clear()
+        self._norms.clear()
         self.norm = total.sqrt()
         return self.norm
 
@@ -157,14 +165,19 @@ class GradientTreatment:
         """
         if self.on_nonfinite == "ignore":
             return None
-        looked_at, self._nonfinite = self._nonfinite, {}
-        device = local_tensor(params[0]).device
-        good = torch.zeros((), dtype=torch.bool, device=device)
-        bad = torch.stack([looked_at.get(id(p), good).to(device) for p in params]).int()
+        looked_at, self._largest = self._largest, []
+        order = [id(p) for unit, _ in looked_at for p in unit]
+        bad = torch.zeros(len(params), dtype=torch.int32, device=local_tensor(params[0]).device)
+        if looked_at:
+            index = {id(p): i for i, p in enumerate(params)}
+            finite = torch.cat([largest.isfinite().to(bad.device) for _, largest in looked_at])
+            bad[[index[key] for key in order]] = (~finite).int()
         if distributed:
             dist.all_reduce(bad)
+        if not bad.any():
+            return None
         named = {id(p): p for p, count in zip(params, bad.tolist(), strict=True) if count}
-        return next((named[key] for key in (*looked_at, *named) if key in named), None)
+        return next(named[key] for key in (*order, *named) if key in named)
 
     def end_backward(self) -> None:
         """Called when a backward pass that stepped has ended."""
@@ -195,14 +208,6 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return treatment.take_norm()
 
 
-def _copies(gradient: Tensor) -> int:
-    """On how many ranks of its mesh each element of a DTensor lies: its replicated mesh dimensions multiplied."""
-    if not isinstance(gradient, DTensor):
-        return 1
-    sizes = (gradient.device_mesh.size(dim) for dim, place in enumerate(gradient.placements) if place.is_replicate())
-    return math.prod(sizes)
-
-
 def run_backward(cores: Sequence[OptimizerInBackward], loss: Tensor, run: Callable[..., Any] | None = None) -> bool:
     """Runs the backward pass or passes of one loss for all the optimizers that it reaches.
 
@@ -226,7 +231,7 @@ def run_backward(cores: Sequence[OptimizerInBackward], loss: Tensor, run: Callab
     if action != "ignore" and (bad := _nonfinite_ranks(loss, distributed=any(core.distributed for core in cores))):
         moved = sum(core.stepped for core in cores)
         if action == "error" or moved:
-            refusals.nonfinite_loss(loss.item(), bad, cores[0].steps, moved)
+            raise refusals.nonfinite_loss(loss.item(), bad, cores[0].steps, moved)
         for core in cores:
             core.leave_out_step()
     left_out = [core for core in cores if core.leaves_out_step]
@@ -263,7 +268,7 @@ def _run_clipping(cores: Sequence[OptimizerInBackward], run: Callable[..., Any])
         run()
         return True
     except RuntimeError as error:
-        refusals.second_pass(error)
+        refusals.check_second_pass(error)
         raise
     finally:
         for core in clipping:

@@ -65,7 +65,7 @@ class _Unit:
             core._watch_end_of_backward()
         key = id(param)
         if key in self.done:
-            refusals.second_gradient(core._describe(param))
+            raise refusals.second_gradient(core._describe(param))
         if holds:
             return
         self.arrived.add(key)
@@ -90,7 +90,7 @@ class _Unit:
             self.done.update(map(id, self.params))  # any of them may have moved
             raise
         if draws is not None and draws.drawn():
-            refusals.drawn_numbers(core.optimizer)
+            raise refusals.drawn_numbers(core.optimizer)
         for _, after in core._unit_step_hooks.values():
             after(self.params)
 
@@ -149,7 +149,7 @@ class OptimizerInBackward:
         self_check: bool = True,
     ) -> None:
         if not (isinstance(optimizer, Optimizer) and hasattr(optimizer, "param_groups")):
-            refusals.not_an_optimizer(optimizer)
+            raise refusals.not_an_optimizer(optimizer)
         check_optimizer(optimizer, probe=self_check)
         self.optimizer = optimizer
         self.treatment = GradientTreatment(clip, grad_norm, on_nonfinite)
@@ -192,16 +192,16 @@ class OptimizerInBackward:
             TypeError: the parameters are wrapped in DDP or FSDP1.
         """
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        refusals.step_pre_hooks(self.optimizer)
+        refusals.check_step_pre_hooks(self.optimizer)
         layout, trainable = self.real.layout(), [p.requires_grad for p in params]
         self.calls_step |= calls_step
         if self.attached and layout == self._layout and trainable == self._trainable:
             return self  # the strategies ask before every batch
-        refusals.hooked_parameters(p for p in params if id(p) not in self._hooks)
+        refusals.check_hooked_parameters(p for p in params if id(p) not in self._hooks)
         if not self.attached:
             if not any(p.requires_grad for p in params):
-                refusals.nothing_trainable(self.optimizer)
-            refusals.wrapped_parameters(params)
+                raise refusals.nothing_trainable(self.optimizer)
+            refusals.check_wrapped_parameters(params)
             self.real.take_over(self._step, self._before_loading)
             self._forget_pass()
             self.calls_step = calls_step
@@ -327,9 +327,9 @@ class OptimizerInBackward:
             for unit in self._units:
                 unit.arrived.clear()
             if self.stepped:
-                refusals.failed_pass(self.stepped)
+                raise refusals.failed_pass(self.stepped)
         if self._layout != self.real.layout():
-            refusals.changed_groups(self.optimizer)
+            raise refusals.changed_groups(self.optimizer)
         callback = self._end_of_graph
         self.real.notice_cleared_state()
         self._pass = weakref.ref(callback)  # autograd holds the callback as long as the pass lives, also if it fails
@@ -354,7 +354,7 @@ class OptimizerInBackward:
     def _end_backward(self) -> None:
         """Runs last in a backward pass: steps what is still incomplete."""
         if torch._C._current_autograd_node() is not None:
-            refusals.unseen_outer_pass()
+            raise refusals.unseen_outer_pass()
         for unit in self._units:
             if unit.arrived or unit.with_gradient():
                 self._process(unit)
@@ -370,9 +370,9 @@ class OptimizerInBackward:
             self._backwards_without_step += 1
             self.end_step()
             if self._backwards_without_step > 1 and self.optimizer._optimizer_step_post_hooks:
-                refusals.post_hook_without_step(self.optimizer)
+                raise refusals.post_hook_without_step(self.optimizer)
         if bad is not None:
-            refusals.nonfinite_gradient(bad, step, moved)
+            raise refusals.nonfinite_gradient(bad, step, moved)
 
     def nonfinite_gradient(self) -> str | None:
         """The first parameter with a gradient that was not finite on any rank, in words."""
@@ -382,7 +382,7 @@ class OptimizerInBackward:
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The real optimizer's ``step`` while attached: runs the closure, steps what it left, ends the step."""
-        refusals.step_pre_hooks(self.optimizer)
+        refusals.check_step_pre_hooks(self.optimizer)
         result = None
         if closure is not None:
             self.calls_step = True
@@ -393,7 +393,7 @@ class OptimizerInBackward:
                 self.step_held()
         elif self._backwards_without_step and not self.calls_step and self._pass is None:
             if self._backwards_without_step > 1:
-                refusals.step_after_backwards(self._backwards_without_step)
+                raise refusals.step_after_backwards(self._backwards_without_step)
             self.calls_step = True
         self.end_step()
         return result
@@ -411,7 +411,7 @@ class OptimizerInBackward:
         if bad is None:
             return True
         if self.treatment.on_nonfinite == "error" or self.stepped:
-            refusals.nonfinite_gradient(bad, self.steps, self.stepped)
+            raise refusals.nonfinite_gradient(bad, self.steps, self.stepped)
         self.leave_out_step()
         return False
 
@@ -447,7 +447,7 @@ class OptimizerInBackward:
 
     def _before_loading(self) -> None:
         if self.stepped and self._pass is None:  # after a pass that failed a checkpoint is just what is needed
-            refusals.loading_before_step(self.stepped)
+            raise refusals.loading_before_step(self.stepped)
         self._forget_pass()
 
     # What can be asked ----------------------------------------------------------------------------------------------

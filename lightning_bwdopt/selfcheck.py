@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_bwdopt import refusals
 from lightning_bwdopt.attached import AttachedOptimizer
-from lightning_bwdopt.views import StepView, plain_attributes, same_class
+from lightning_bwdopt.views import StepView, plain_attributes, same_class, without_hooks
 
 # Read in their source: each parameter's update depends on that parameter, its gradient, its state and its group alone.
 SEPARABLE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
@@ -56,14 +56,11 @@ def check_optimizer(optimizer: Optimizer, *, probe: bool = True) -> None:
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        refusals.needs_closure(optimizer)
+        raise refusals.needs_closure(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
-            f"`{type(optimizer).__name__}(differentiable=True)` keeps the graph of every step, which needs all"
-            " gradients to stay. Pass `differentiable=False`, or train it with the mode off (`enabled=False`)."
-        )
-    if probe and type(optimizer) not in SEPARABLE_OPTIMIZERS:
-        refusals.not_separable(optimizer, _probe(optimizer))
+        raise refusals.differentiable(optimizer)
+    if probe and type(optimizer) not in SEPARABLE_OPTIMIZERS and (reason := _probe(optimizer)):
+        raise refusals.not_separable(optimizer, reason)
 
 
 def _probe(optimizer: Optimizer) -> str | None:
@@ -97,7 +94,7 @@ def _compare(optimizer: Optimizer, rate: float | None, size: int, steps: int) ->
             other.grad = one.grad.clone()
         draws = RandomNumbers(joint.params[0].device)
         try:
-            joint.optimizer.step()
+            without_hooks(type(joint.optimizer).step)(joint.optimizer)
         except Exception as error:
             needs = "needs a closure and" if "closure" in str(error).lower() else ""
             return f"{needs} fails on small random tensors (`{type(error).__name__}: {error}`)".strip()
@@ -222,7 +219,7 @@ def first_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[tupl
         try:
             for param in (p for members in params for p in members):
                 param.grad = torch.ones_like(param)
-            trial.step()
+            without_hooks(type(trial).step)(trial)
         except Exception:
             return None
     return {

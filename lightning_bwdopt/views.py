@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class StepView:
         self._shards: list[_ShardState] = []  # of the DTensors
         self._plain: list[Tensor] = []  # the other parameters
         self._view = same_class(optimizer, [{"params": members} for _, members in self._members])
+        self._step = without_hooks(type(optimizer).step)
         self._has_attributes = not type(optimizer).__module__.startswith("torch.optim.")
 
     def step(self) -> list[Tensor]:
@@ -84,7 +85,7 @@ class StepView:
             return self._step_shards()  # none of these classes writes to its groups
         self._view.state = self._real.state
         stepped = [p for p in self._params if p.grad is not None]
-        self._view.step()
+        self._step(self._view)
         self._collect_written()
         return stepped
 
@@ -133,7 +134,7 @@ class StepView:
                     if shard.entry is None:
                         mine.pop(shard.local, None)
                     stepped.append(shard.param)
-            self._view.step()
+            self._step(self._view)
         finally:
             for shard in shards:
                 shard.local.grad = None
@@ -168,11 +169,22 @@ def same_class(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Opti
     view: Optimizer = object.__new__(type(optimizer))
     vars(view).update(vars(optimizer))
     vars(view).pop("step", None)  # schedulers and `OptimizerInBackward` put theirs on the real instance
-    # The user's hooks run once a step, with the real optimizer, not once a view.
-    view._optimizer_step_pre_hooks = OrderedDict()
+    view._optimizer_step_pre_hooks = OrderedDict()  # a `step` that calls its parent's may run them yet
     view._optimizer_step_post_hooks = OrderedDict()
     view.param_groups = param_groups
     return view
+
+
+def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer class's ``step`` as its author wrote it.
+
+    The first object of a class has torch wrap ``step`` (``Optimizer._patch_step_function``) to run step hooks, also
+    those for all optimizers, and to mark the profile: once a step, with the real optimizer, and not once a view.
+    """
+    return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKS_WRAPPER else step  # type: ignore[attr-defined]
+
+
+_HOOKS_WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:

@@ -179,10 +179,11 @@ def test_two_ranks() -> None:
 
 @pytest.mark.parametrize("clip", [None, ("norm", 0.05), ("value", 0.01)])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_grad_norm_is_what_torch_returns(clip: Any, accumulates: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_grad_norm_is_what_torch_returns(clip: Any, accumulates: bool, dtype: torch.dtype) -> None:
     def train(in_backward: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        net = Net()
+        net = Net().to(dtype)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         core = OptimizerInBackward(optimizer, clip=clip, grad_norm=True)
         if in_backward:
@@ -191,8 +192,8 @@ def test_grad_norm_is_what_torch_returns(clip: Any, accumulates: bool) -> None:
         for _ in range(4):
             if accumulates:
                 with core.accumulate():
-                    net(torch.randn(4, 6)).square().mean().backward()
-            loss = net(torch.randn(4, 6)).square().mean()
+                    net(torch.randn(4, 6, dtype=dtype)).square().mean().backward()
+            loss = net(torch.randn(4, 6, dtype=dtype)).square().mean()
             if in_backward:
                 core.backward(loss)
                 norms.append(core.grad_norm)
@@ -207,7 +208,7 @@ def test_grad_norm_is_what_torch_returns(clip: Any, accumulates: bool) -> None:
                 optimizer.zero_grad()
         return norms
 
-    torch.testing.assert_close(train(True), train(False), rtol=1e-6, atol=0)
+    torch.testing.assert_close(train(True), train(False), rtol=1e-6 if dtype is torch.float32 else 1e-15, atol=0)
 
 
 def test_failed_backward_does_not_add_to_the_next_norm() -> None:

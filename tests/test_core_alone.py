@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from examples import bare_loop, fabric_loop
@@ -523,6 +524,26 @@ def test_step_hooks() -> None:
         loss_of(net).backward()
         with pytest.raises(RuntimeError, match="`AdamW` has a `step` post-hook, which runs in"):
             loss_of(net).backward()
+
+
+def test_hooks_for_all_optimizers_run_once_a_step() -> None:
+    net = Net()
+    calls: list[Any] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: calls.append(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(optimizer)),
+    ]
+    try:
+        optimizer = make(net)
+        with OptimizerInBackward(optimizer):
+            for _ in range(3):
+                loss_of(net).backward()
+                optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(calls) == 6
+    assert all(call is optimizer for call in calls)
 
 
 # Hyperparameters --------------------------------------------------------------------------------------------------
