@@ -116,7 +116,7 @@ class MemoryTracker(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.after = ""
         self._storages: dict[int, _Storage] = {}  # id of the storage
-        self._unsharded: dict[int, _Storage] = {}  # those of them that FSDP2 empties and fills again
+        self._filled: dict[int, _Storage] = {}  # unsharded parameters that FSDP2 has not emptied
 
     def restart(self) -> None:
         """Starts a new measurement; what is alive stays counted."""
@@ -133,8 +133,6 @@ class MemoryTracker(TorchDispatchMode):
             self.current[known.category] -= known.size
             self.current[category] += known.size
             known.category = category
-        if category == "unsharded_parameters":
-            self._unsharded[id(storage)] = self._storages[id(storage)]
 
     # Storages come, change their size, and go -----------------------------------------------------------------------
 
@@ -145,7 +143,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         gone = self._storages.pop(key)
-        self._unsharded.pop(key, None)
+        self._filled.pop(key, None)
         self.current[gone.category] -= gone.size
         self.total -= gone.size
 
@@ -155,6 +153,23 @@ class MemoryTracker(TorchDispatchMode):
         known.size += change
         self.current[known.category] += change
         self.total += change
+
+    # FSDP2 makes room for unsharded parameters, and frees them, by `UntypedStorage.resize_` (_fsdp_param.py,
+    # `alloc_storage` and `free_storage`), which no dispatch sees. What fills them is seen; that they have been emptied
+    # is found at the next operation.
+
+    def _fill(self, unsharded: Tensor) -> None:
+        self.watch(unsharded, "unsharded_parameters")
+        storage = unsharded.untyped_storage()
+        self._measure(storage)
+        self._filled[id(storage)] = self._storages[id(storage)]
+
+    def _find_emptied(self) -> None:
+        for known in list(self._filled.values()):
+            storage = known.reference()
+            if storage is not None and storage.nbytes() == 0:
+                self._measure(storage)
+                del self._filled[id(storage)]
 
     def _note(self) -> None:
         self.curve.append((self.phase, self.total))
@@ -177,7 +192,7 @@ class MemoryTracker(TorchDispatchMode):
         elif name == "fsdp::all_gather_copy_in":
             each_tensor(result, lambda t: self.watch(t, "communication"))
         elif name == "fsdp::split_with_sizes_copy":
-            each_tensor((kwargs or {}).get("out"), lambda t: self.watch(t, "unsharded_parameters"))
+            each_tensor((kwargs or {}).get("out"), self._fill)
         # In backward autograd runs without gradients, except where a forward pass is recomputed.
         category: Category = "activations" if torch.is_grad_enabled() else "temporaries"
         for tensor in tree_leaves(result):
@@ -187,11 +202,7 @@ class MemoryTracker(TorchDispatchMode):
                     self._measure(storage)
                 else:
                     self._add(storage, category)
-        # FSDP2 frees and fills unsharded parameters by `UntypedStorage.resize_` (_fsdp_param.py, `free_storage` and
-        # `alloc_storage`), which no dispatch sees: the next operation finds them changed.
-        for known in list(self._unsharded.values()):
-            if (resized := known.reference()) is not None:
-                self._measure(resized)
+        self._find_emptied()
         self._note()
         return result
 
