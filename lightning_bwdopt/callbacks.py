@@ -16,7 +16,8 @@ from typing_extensions import override
 from lightning_bwdopt import plots
 from lightning_bwdopt.clipping import total_norm
 from lightning_bwdopt.mode import InBackwardStrategy
-from lightning_bwdopt.timeline import Recording, memory_reader, read_csv, write_csv
+from lightning_bwdopt.process_memory import memory_reader
+from lightning_bwdopt.timeline import Recording, read_csv, write_csv
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 _SHADES = {"forward": "#dbe9f6", "backward": "#fde8d3", "optimizer step": "#dff0d8"}
 _MEMORY, _GRADIENTS, _STEP = "#1f4e79", "#b8500a", "#2e7d32"
+# The ordinary run lies below, broad and pale, so that equal curves show both.
+_ORDINARY: dict[str, Any] = {"color": "#9db8d2", "linewidth": 5, "label": "ordinary"}
+_IN_BACKWARD: dict[str, Any] = {"color": "#b8500a", "linewidth": 1.5, "label": "in backward"}
 
 
 def need_matplotlib(what: str) -> None:
@@ -46,6 +50,31 @@ def draw_estimate(ordinary: Sequence[tuple[Phase, int]], in_backward: Sequence[t
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(file)
+
+
+def draw_curves(ordinary: Sequence[float], in_backward: Sequence[float], ylabel: str, from_zero: bool) -> Figure:
+    """Draws one number of each step, the two runs over each other."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6.4, 3), layout="constrained")
+    axes = figure.subplots()
+    for values, style in ((ordinary, _ORDINARY), (in_backward, _IN_BACKWARD)):
+        axes.plot(range(1, len(values) + 1), values, marker="o" if len(values) == 1 else "", **style)
+    axes.set(xlabel="step", ylabel=ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=144, metadata={"Software": None})
+    return content.getvalue()
 
 
 class _Limits(NamedTuple):

@@ -21,14 +21,14 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_bwdopt import memory
+from lightning_bwdopt.configured import configured_ranks, configured_strategy, on_gpu
 from lightning_bwdopt.measured_step import MeasuredStep, StepMemory
 from lightning_bwdopt.mode import InBackwardStrategy
-from lightning_bwdopt.strategies import FSDPOptimInBwdStrategy, SingleDeviceOptimInBwdStrategy
+from lightning_bwdopt.strategies import FSDPOptimInBwdStrategy
 
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _ENOUGH = 8  # steps and epochs that a shorter config is given, so that it comes to a steady state
@@ -88,7 +88,7 @@ class _SimulationCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
         nodes = config["num_nodes"]
-        world_size = _configured_ranks(config) if self._world_size is None else self._world_size
+        world_size = configured_ranks(config) if self._world_size is None else self._world_size
         if world_size < 1:
             raise ValueError(f"`--world_size={world_size}` is no number of ranks. Pass 1 or more.")
         if world_size % nodes:
@@ -96,7 +96,7 @@ class _SimulationCLI(LightningCLI):
                 f"`--world_size={world_size}` cannot be spread over the config's `num_nodes: {nodes}`. Pass a multiple"
                 " of it, or `--trainer.num_nodes=1`."
             )
-        strategy = _strategy(config["strategy"], world_size)
+        strategy = _simulated_strategy(config["strategy"], world_size)
         strategy.enabled = self._enabled
         if isinstance(strategy, FSDPOptimInBwdStrategy):
             self._stack.enter_context(memory.fake_process_group(world_size))
@@ -106,7 +106,7 @@ class _SimulationCLI(LightningCLI):
             accelerator="cpu",
             devices=world_size // nodes,
             strategy=strategy,
-            callbacks=[self._run.measured, *([_AcceleratorDefaults()] if _on_gpu(config["accelerator"]) else [])],
+            callbacks=[self._run.measured, *([_AcceleratorDefaults()] if on_gpu(config["accelerator"]) else [])],
             plugins=[_OneOfMany(), *(plugin for plugin in plugins if isinstance(plugin, Precision))],
             max_steps=-1 if config["max_steps"] == -1 else max(config["max_steps"], _ENOUGH),
             max_epochs=config["max_epochs"] and max(config["max_epochs"], _ENOUGH),
@@ -255,22 +255,13 @@ class _OneOfMany(LightningEnvironment):
         return 0
 
 
-def _strategy(given: Any, world_size: int) -> InBackwardStrategy:
+def _simulated_strategy(given: Any, world_size: int) -> InBackwardStrategy:
     """The config's strategy, ready to have its mode set.
 
     Raises:
         ValueError: it is none of this package's, or has an option that is not simulated.
     """
-    if given == "auto":
-        strategy = FSDPOptimInBwdStrategy() if world_size > 1 else SingleDeviceOptimInBwdStrategy()
-    else:
-        strategy = StrategyRegistry.get(given) if given in StrategyRegistry.available_strategies() else given
-    if not isinstance(strategy, InBackwardStrategy):
-        name = given if isinstance(given, str) else type(given).__name__
-        raise ValueError(
-            f"`strategy: {name}` shards and reduces in ways that are not simulated here. Estimate with"
-            " `--trainer.strategy=fsdp_optim_in_bwd` or `single_device_optim_in_bwd`, or leave `strategy` out."
-        )
+    strategy = configured_strategy(given, world_size)
     if isinstance(strategy, FSDPOptimInBwdStrategy) and strategy.cpu_offload:
         raise ValueError(
             "`cpu_offload=True` moves parameters, gradients and optimizer state to the host, and the copies on the way"
@@ -284,22 +275,3 @@ def _strategy(given: Any, world_size: int) -> InBackwardStrategy:
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """In place of `LightningModule.log`."""
-
-
-def _configured_ranks(config: Any) -> int:
-    devices, nodes = config["devices"], config["num_nodes"]
-    if isinstance(devices, str) and devices not in ("auto", "-1"):
-        devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
-    if isinstance(devices, list):
-        return len(devices) * nodes
-    if isinstance(devices, int) and devices > 0:
-        return devices * nodes
-    if not _on_gpu(config["accelerator"]):
-        return nodes
-    raise ValueError(
-        f"`devices: {devices}` is as many as the machine that trains has, which is not known here. Pass `--world_size`."
-    )
-
-
-def _on_gpu(accelerator: Any) -> bool:
-    return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())

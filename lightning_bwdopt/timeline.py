@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_bwdopt.memory import Phase
@@ -54,33 +53,11 @@ class Span(NamedTuple):
     end_ms: float
 
 
-def memory_reader(device: torch.device) -> Callable[[], int]:
-    """A function that returns the bytes in use: on CUDA the allocator's on ``device``, else the resident set.
-
-    Raises:
-        RuntimeError: a system without ``/proc``, whose resident set cannot be read.
-    """
-    if device.type == "cuda":
-        return lambda: torch.cuda.memory_allocated(device)
-    if not os.path.exists("/proc/self/statm"):
-        raise RuntimeError(
-            f"The memory of a step on `{device}` is this process's resident set, read from `/proc/self/statm`, which"
-            " this system does not have. Leave `MemoryTimeline` out here, or run on Linux."
-        )
-    page = os.sysconf("SC_PAGE_SIZE")
-
-    def resident() -> int:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read(64).split()[1]) * page
-
-    return resident
-
-
 class Recording:
     """Samples the memory from a thread of its own until :meth:`stop`, and notes events as they are reported.
 
     Args:
-        read: Returns the bytes in use, as :func:`memory_reader`.
+        read: Returns the bytes in use, as ``process_memory.memory_reader`` makes it.
         parameters: Names and parameters whose gradients are counted.
 
     Attributes:

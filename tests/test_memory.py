@@ -134,14 +134,8 @@ def test_tracker_counts_what_lives_by_what_it_is_for() -> None:
         with torch.no_grad():
             temporary = torch.zeros(4, dtype=torch.int64)
         assert tracker.current["temporaries"] == 32
-        tracker.watch(temporary, "unsharded_parameters")
-        temporary.untyped_storage().resize_(0)  # as FSDP2 frees them; seen with the next operation
-        product.detach()
-        assert tracker.total == 2048
-        temporary.untyped_storage().resize_(32)
-        product.detach()
-        assert tracker.current["unsharded_parameters"] == 32
         del temporary
+        assert tracker.total == 2048
         del product
         assert tracker.total == 2048  # the view keeps the storage
         del view
@@ -373,7 +367,7 @@ def test_published_case(tmp_path: Path) -> None:
     ("options", "world_size", "message"),
     [
         ({"strategy": "fsdp_optim_in_bwd_offload"}, 2, "`cpu_offload=True` moves parameters"),
-        ({"strategy": "ddp"}, 2, "`strategy: ddp` shards and reduces in ways that are not simulated"),
+        ({"strategy": "ddp"}, 2, "`strategy: ddp` cannot step in backward"),
         ({}, 0, "`--world_size=0` is no number of ranks"),
         ({"num_nodes": 2}, 3, "`--world_size=3` cannot be spread over the config's `num_nodes: 2`"),
         ({"accelerator": "gpu", "devices": -1}, None, "`devices: -1` is as many as the machine that trains has"),

@@ -65,6 +65,7 @@ def test_every_command_is_of_a_kind_that_is_tested() -> None:
         "pip install -c constraints.txt ",
         "python -m examples.full_finetune fit ",
         "lightning-bwdopt estimate ",  # tests/test_memory.py runs this one
+        "lightning-bwdopt compare ",  # tests/test_compare.py
     )
     assert all(command.startswith(kinds) for command in COMMANDS), COMMANDS
 

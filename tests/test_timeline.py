@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from helpers import Lit, assert_equal, loader, run_distributed, seeded, trainer
-from lightning_bwdopt import FSDPOptimInBwdStrategy, plots, timeline
+from lightning_bwdopt import FSDPOptimInBwdStrategy, plots, process_memory, timeline
 from lightning_bwdopt.callbacks import MemoryTimeline
 from observing import observe, strategy_of, with_mixin
 
@@ -255,6 +255,6 @@ def test_without_matplotlib_the_figures_are_written(tmp_path: Path, monkeypatch:
 
 
 def test_a_system_without_proc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline.os.path, "exists", lambda path: False)
-    with pytest.raises(RuntimeError, match="`/proc/self/statm`, which this system does not have"):
-        timeline.memory_reader(torch.device("cpu"))
+    monkeypatch.setattr(process_memory, "_STATUS", Path("/nowhere"))
+    with pytest.raises(RuntimeError, match="Memory on `cpu` is .* read from `/proc`, and this system has no such"):
+        process_memory.memory_reader(torch.device("cpu"))

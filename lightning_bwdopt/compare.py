@@ -1,0 +1,305 @@
+"""``lightning-bwdopt compare``: the same run ordinarily and in backward, and whether anything but memory differs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_bwdopt import plots
+from lightning_bwdopt.callbacks import MODES
+from lightning_bwdopt.compared_run import timeline_step
+from lightning_bwdopt.differences import Difference
+from lightning_bwdopt.memory import MIB
+from lightning_bwdopt.timeline import Sample, read_csv
+
+# glibc gives memory back to the system as it is freed, so that the resident set is what is in use. Both runs have it.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+_OUTPUTS = {"report.html", "report.json", "ordinary.log", "in_backward.log"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the two runs, as its ranks have written it down.
+
+    Attributes:
+        facts: Model, strategy, number of ranks and the like.
+        steps: For each rank the losses, seconds and peak of each step.
+        timeline: The memory of rank 0 over one step; empty when the run ended before it.
+    """
+
+    facts: dict[str, Any]
+    steps: list[list[dict[str, Any]]]
+    timeline: list[Sample]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Reads the files of ``compared_run``."""
+        facts = json.loads((folder / "facts.json").read_text())
+        files = [folder / f"rank{rank}.jsonl" for rank in range(facts["world_size"])]
+        recorded = list(folder.glob("memory_*_rank0.csv"))
+        return cls(
+            facts,
+            [[json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [] for file in files],
+            read_csv(recorded[0]) if recorded else [],
+        )
+
+    @property
+    def losses(self) -> dict[str, list[float]]:
+        """Each loss over the steps; means over ranks and micro-batches."""
+        names = self.steps[0][0]["losses"] if self.steps[0] else []
+        return {
+            name: [fmean(x for rank in step for x in rank["losses"].get(name, [math.nan])) for step in zip(*self.steps)]
+            for name in names
+        }
+
+    @property
+    def seconds(self) -> list[float]:
+        """What each step took, on rank 0."""
+        return [step["seconds"] for step in self.steps[0]]
+
+    @property
+    def peak_mib(self) -> list[float]:
+        """The most that each rank held in a step."""
+        return [max(step["peak_bytes"] for step in rank) / MIB for rank in self.steps]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs of one config and what differs between them.
+
+    Attributes:
+        ordinary: The run with ``enabled=False``.
+        in_backward: The one with the optimizer in backward.
+        differences: Of losses, parameters and optimizer state.
+        tolerance: The largest difference that is no breach of parity.
+        wanted: How many steps were asked for.
+    """
+
+    ordinary: Run
+    in_backward: Run
+    differences: dict[str, Difference]
+    tolerance: float
+    wanted: int
+
+    @property
+    def parity(self) -> bool:
+        """Whether the two runs are equal."""
+        return all(difference.largest <= self.tolerance for difference in self.differences.values())
+
+    @property
+    def saved_mib(self) -> float:
+        """What the fullest rank holds less at its peak."""
+        return max(self.ordinary.peak_mib) - max(self.in_backward.peak_mib)
+
+    @property
+    def step_seconds(self) -> tuple[float, float]:
+        """The median step of each run, without the first, which warms up, and the one that was recorded."""
+        left_out = {0, timeline_step(self.wanted)}
+        medians = []
+        for run in (self.ordinary, self.in_backward):
+            timed = [seconds for index, seconds in enumerate(run.seconds) if index not in left_out]
+            medians.append(median(timed or run.seconds))
+        return medians[0], medians[1]
+
+    @property
+    def time_ratio(self) -> float:
+        """How much longer a step takes in backward."""
+        ordinary, in_backward = self.step_seconds
+        return in_backward / ordinary
+
+    def verdict(self) -> str:
+        """One sentence: are the runs equal?"""
+        steps, ranks = len(self.ordinary.seconds), self.ordinary.facts["world_size"]
+        run = f"{steps} step{'s' * (steps != 1)} on {ranks} rank{'s' * (ranks > 1)}"
+        if not self.parity:
+            part, worst = max(self.differences.items(), key=lambda item: item[1].largest)
+            how = "in their number or shape" if math.isinf(worst.largest) else f"by {worst.largest:.3g}"
+            return f"Parity is broken: after {run} the {part.replace('_', ' ')} differ {how} (`{worst.where}`)."
+        if any(difference.largest for difference in self.differences.values()):
+            return f"Equal within {self.tolerance:g}: losses, parameters and optimizer state of {run}."
+        return f"Equal to the bit: losses, parameters and optimizer state of {run}."
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures for machines."""
+        runs = {"ordinary": self.ordinary, "in_backward": self.in_backward}
+        return {
+            "parity": self.parity,
+            "verdict": self.verdict(),
+            "tolerance": self.tolerance,
+            "largest_difference": {part: _finite(d.largest) for part, d in self.differences.items()},
+            "largest_difference_at": {part: d.where for part, d in self.differences.items()},
+            "steps": len(self.ordinary.seconds),
+            **self.ordinary.facts,
+            "peak_mib": {name: run.peak_mib for name, run in runs.items()},
+            "peak_saved_mib": self.saved_mib,
+            "step_seconds": dict(zip(runs, self.step_seconds, strict=True)),
+            "time_ratio": self.time_ratio,
+            "losses": {
+                name: {loss: [_finite(x) for x in values] for loss, values in run.losses.items()}
+                for name, run in runs.items()
+            },
+            "seconds": {name: run.seconds for name, run in runs.items()},
+        }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None  # JSON has no other numbers
+
+
+def _differences(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, Difference]:
+    found = {part: Difference() for part in ("losses", "parameters", "optimizer_state")}
+    if [len(rank) for rank in runs[0].steps] != [len(rank) for rank in runs[1].steps]:
+        found["losses"].see(math.inf, "the number of steps")
+    for rank in range(runs[0].facts["world_size"]):
+        for number, (mine, other) in enumerate(zip(runs[0].steps[rank], runs[1].steps[rank])):
+            found["losses"].see_each(_of_step(mine), _of_step(other), f"step {number}, rank {rank}")
+        # Mapped files: only what is compared at a time is read.
+        files = [torch.load(folder / f"rank{rank}.pt", mmap=True, map_location="cpu") for folder in folders]
+        for part in ("parameters", "optimizer_state"):
+            found[part].see_each(files[0][part], files[1][part], f"rank {rank}")
+    return found
+
+
+def _of_step(step: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in step["losses"].items()}
+
+
+# The runs -------------------------------------------------------------------------------------------------------------
+
+
+class RunFailedError(RuntimeError):
+    """A run ended with an error of its own."""
+
+
+def run(mode: str, steps: int, args: Sequence[str], folder: Path, log: Path, bar: Any) -> Run:
+    """Trains in one of the modes, in processes of its own, which start with no memory in use.
+
+    Args:
+        mode: One of ``MODES``.
+        steps: How many.
+        args: Arguments of ``fit``.
+        folder: An empty one, for the run's figures.
+        log: Where the output of the processes goes.
+        bar: A progress bar that counts steps.
+
+    Raises:
+        RunFailedError: the training failed, or made no step.
+    """
+    command = [sys.executable, "-m", "lightning_bwdopt.compared_run", mode, str(steps), str(folder), *args]
+    progress, seen = folder / "rank0.jsonl", 0
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**_ALLOCATOR, **os.environ}, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(0.1)
+                done = progress.read_bytes().count(b"\n") if progress.exists() else 0
+                bar.update(done - seen)
+                seen = done
+        finally:
+            if process.returncode != 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # all its ranks; one may wait for another
+                process.wait()
+    if process.returncode != 0:
+        end = "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-25:])
+        raise RunFailedError(f"the {mode} run ended with status {process.returncode}:\n{end}\nAll it said is in {log}")
+    if not progress.exists():
+        raise RunFailedError(f"the {mode} run made no step: the config gives it no batches. What it said is in {log}")
+    bar.update(progress.read_bytes().count(b"\n") - seen)
+    return Run.read(folder)
+
+
+def compare(args: Sequence[str], steps: int, out: Path, tolerance: float = 0.0) -> Comparison:
+    """Runs a config in both modes and compares the results.
+
+    Args:
+        args: Command-line arguments of ``fit``, such as ``["--config", "train.yaml"]``.
+        steps: How many optimizer steps to make.
+        out: An existing folder: the logs go there, and for the time being the final weights and states.
+        tolerance: The largest difference that is no breach of parity.
+
+    Raises:
+        RunFailedError: one of the trainings failed.
+    """
+    # Beside the report, where the user expects data to go, since the weights may not fit into `/tmp`.
+    with tempfile.TemporaryDirectory(dir=out, prefix=".runs-") as work, tqdm(total=2 * steps, unit="step") as bar:
+        folders, runs = [Path(work) / mode.replace(" ", "_") for mode in MODES], []
+        for mode, folder in zip(MODES, folders, strict=True):
+            bar.set_description(mode)
+            folder.mkdir()
+            runs.append(run(mode, steps, args, folder.absolute(), out / f"{folder.name}.log", bar))
+        bar.set_description("comparing")
+        return Comparison(runs[0], runs[1], _differences(runs, folders), tolerance, steps)
+
+
+def prepare(out: Path) -> None:
+    """Makes the folder of the report; an earlier report there is removed.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"`--out {out}` is a file. Pass a folder, which is made if need be.")
+    out.mkdir(parents=True, exist_ok=True)
+    others = sorted({path.name for path in out.iterdir()} - _OUTPUTS)
+    if others:
+        raise ValueError(f"`--out {out}` holds `{others[0]}`, which is no report of this command. Pass another folder.")
+    for name in _OUTPUTS:
+        (out / name).unlink(missing_ok=True)
+
+
+def main(args: list[str]) -> int:
+    """Runs ``lightning-bwdopt compare``; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-bwdopt compare",
+        description="Trains a config for some steps, ordinarily and with the optimizer in backward, from the same seed,"
+        " and writes a page that shows both: losses, step times, memory, and whether anything differs.",
+        epilog="Every other argument is one of `lightning-bwdopt fit`: --config FILE, --data.batch_size=4, … Loggers,"
+        " checkpoints, profiler and progress bars are left out; other callbacks run. Exit status: 0 when the runs are"
+        " equal, 1 when they are not, 2 when one of them failed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: 20)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for report.html and report.json")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="largest difference that counts as equal (default: 0; some GPU kernels differ from run to run)",
+    )
+    options, rest = parser.parse_known_args(args)
+    if options.steps < 1:
+        parser.error(f"`--steps={options.steps}` is no number of steps. Pass 1 or more.")
+    try:
+        plots.need_matplotlib(parser.prog)
+        prepare(options.out)
+        result = compare(rest, options.steps, options.out, options.tolerance)
+    except (ModuleNotFoundError, ValueError, RunFailedError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    from lightning_bwdopt import report
+
+    (options.out / "report.json").write_text(json.dumps(result.as_json(), indent=2) + "\n")
+    (options.out / "report.html").write_text(report.page(result, rest))
+    print(result.verdict())
+    print(f"Peak memory: {report.memory_in_words(result)}. {report.time_in_words(result)}")
+    print(f"Report: {options.out / 'report.html'}")
+    return int(not result.parity)
