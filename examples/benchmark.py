@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.benchmark_models import SCENARIOS, Scenario
+from examples.benchmark_tables import growth, pairs, summarize, summary, table
 from examples.benchmark_ways import ORDINARY, WAYS, Unavailable
 from lightning_bwdopt.sharding import find_blocks, shard
 
@@ -239,74 +240,6 @@ def import_seconds(rounds: int = 5) -> dict[str, float]:
     return summary([float(run.stdout) for run in runs])
 
 
-# Results ------------------------------------------------------------------------------------------------------------
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    if len(values) == 1:
-        return {"median": values[0], "low": values[0], "high": values[0]}
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "low": low, "high": high}
-
-
-def summarize(times: dict[str, Any]) -> dict[str, Any]:
-    """Medians and quartiles of times and of their ratios, round by round, to the ordinary fused optimizer."""
-    base = times[ORDINARY]
-    results: dict[str, Any] = {}
-    for way, entry in times.items():
-        results[way] = row = {key: value for key, value in entry.items() if not isinstance(value, list)}
-        for kind, values in entry.items():
-            if isinstance(values, list):
-                row[f"{kind}_ms"] = summary(values)
-                row[f"{kind}_ratio"] = summary([value / other for value, other in zip(values, base[kind], strict=True)])
-    return results
-
-
-def growth(results: list[dict[str, Any]]) -> dict[str, float]:
-    """By how much the step of each way grows from 288 to 2,880 small parameters, where both were measured."""
-    medians: dict[tuple[str, str], float] = {}
-    for result in results:
-        for way, row in result["ways"].items():
-            if "step_ms" in row:
-                medians[f"{way}, {result['ranks']} rank(s)", result["scenario"]] = row["step_ms"]["median"]
-    small = {key: value for (key, scenario), value in medians.items() if scenario == "many-small"}
-    large = {key: value for (key, scenario), value in medians.items() if scenario == "many-small-x10"}
-    return {key: round(large[key] / small[key], 2) for key in small if key in large}
-
-
-def table(scenario: str, ranks: int, results: dict[str, Any]) -> str:
-    def cell(row: dict[str, Any], key: str, digits: int, spread: bool = False) -> str:
-        if key not in row:
-            return "-"
-        if not isinstance(row[key], dict):
-            return f"{row[key]:.{digits}f}"
-        value = row[key]
-        around = f" ({value['low']:.{digits}f}-{value['high']:.{digits}f})" if spread else ""
-        return f"{value['median']:.{digits}f}{around}"
-
-    head = ["", "step ms", "x ordinary", "its CPU ms", "x ordinary", "optimizer ms", "x ordinary"]
-    head += ["gradients MiB", "memory MiB", "save ms"]
-    rows = [head]
-    notes = []
-    for way, row in results.items():
-        if "skipped" in row:
-            notes.append(f"{way}: skipped, {row['skipped']}")
-            continue
-        rows.append(
-            [way, cell(row, "step_ms", 1), cell(row, "step_ratio", 2, True)]
-            + [cell(row, "cpu_ms", 1), cell(row, "cpu_ratio", 2, True), cell(row, "optimizer_ms", 1)]
-            + [cell(row, "optimizer_ratio", 2, True), cell(row, "gradient_mib", 1), cell(row, "memory_mib", 1)]
-            + [cell(row, "save_ms", 0)]
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
-    ]
-    place = "one process" if ranks == 1 else f"{ranks} ranks, FSDP2"
-    return "\n".join([f"{scenario}, {place}", *lines, *notes, ""])
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m examples.benchmark", description=__doc__.splitlines()[0])
     parser.add_argument("--scenarios", nargs="+", default=["many-small", "one-large", "recipe"], choices=SCENARIOS)
@@ -324,14 +257,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         for ranks in options.ranks:
             scenario = SCENARIOS[name]
             rounds = options.rounds if not scenario.slow else max(3, options.rounds // 3)
-            results = summarize(launch(ranks, options.device, measure_times, scenario, ways, rounds))
+            times = launch(ranks, options.device, measure_times, scenario, ways, rounds)
+            results, paired = summarize(times), pairs(times)
             if options.memory:
                 with _returning_memory():
                     for way, row in results.items():
                         if "skipped" not in row:
                             row["memory_mib"] = launch(ranks, options.device, measure_memory, scenario, way)
-            report["results"].append({"scenario": name, "ranks": ranks, "rounds": rounds, "ways": results})
-            print(table(name, ranks, results), flush=True)
+            report["results"].append(
+                {"scenario": name, "ranks": ranks, "rounds": rounds, "ways": results, "pairs": paired}
+            )
+            print(table(name, ranks, results, paired), flush=True)
     if scaling := growth(report["results"]):
         report["growth"] = scaling
         print(f"10 x the parameters take, in step time: {scaling}")

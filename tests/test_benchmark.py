@@ -11,6 +11,7 @@ import torch
 
 from examples import benchmark
 from examples.benchmark_models import SCENARIOS
+from examples.benchmark_tables import growth, summarize, table
 from examples.benchmark_ways import ORDINARY, WAYS, Unavailable
 from helpers import run_distributed
 
@@ -34,14 +35,19 @@ def test_prints_a_table_and_writes_json(tmp_path: Path, capfd: pytest.CaptureFix
     for row in result["ways"].values():
         check_row(row)
     assert result["ways"][ORDINARY]["step_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert list(result["pairs"]) == [
+        "in backward, unit / hooks, fused",
+        "in backward, clipped / in backward, unit",
+    ]
     told = capfd.readouterr().out
     assert "toy, one process" in told
+    assert "in backward, unit / hooks, fused" in told
     assert all(way in told for way in ways)
 
 
 def check_two_ranks(ways: list[str]) -> None:
     times = benchmark.measure_times(SCENARIOS["toy"], ways, 2, torch.device("cpu"))
-    results = benchmark.summarize(times)
+    results = summarize(times)
     for row in results.values():
         check_row(row)
     # Four matrices of 8x8 in two blocks, halved: all of them wait for an ordinary step, one unit in backward.
@@ -90,7 +96,7 @@ def test_memory_rises_by_the_gradients_and_a_way_that_fails_is_named() -> None:
     finally:
         del WAYS["missing"]
     assert times["missing"] == {"skipped": "not installed"}
-    assert "missing: skipped, not installed" in benchmark.table("toy", 1, benchmark.summarize(times))
+    assert "missing: skipped, not installed" in table("toy", 1, summarize(times), {})
 
 
 def test_growth_compares_like_with_like() -> None:
@@ -99,4 +105,4 @@ def test_growth_compares_like_with_like() -> None:
         return {"scenario": scenario, "ranks": ranks, "ways": ways}
 
     measured = [result("many-small", 1, 2.0), result("many-small", 2, 3.0), result("many-small-x10", 1, 21.0)]
-    assert benchmark.growth(measured) == {"ordinary fused, 1 rank(s)": 10.5}
+    assert growth(measured) == {"ordinary fused, 1 rank(s)": 10.5}
