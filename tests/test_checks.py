@@ -361,8 +361,17 @@ CASES: dict[str, Refused] = {
         for strategy in (ONE, FSDP)
         for loop in LOOPS
     },
+    "differentiable": Refused(
+        refusals.differentiable,
+        lambda: fit(ONE, with_optimizer(lambda params: torch.optim.AdamW(params, differentiable=True))),
+        ValueError,
+        r"`AdamW\(differentiable=True\)` keeps the graph",
+    ),
     "pre-hook": Refused(
-        refusals.step_pre_hooks, lambda: fit(ONE, with_optimizer(_with_pre_hook)), ValueError, "has a `step` pre-hook"
+        refusals.check_step_pre_hooks,
+        lambda: fit(ONE, with_optimizer(_with_pre_hook)),
+        ValueError,
+        "has a `step` pre-hook",
     ),
     "looks across parameters": Refused(
         refusals.not_separable, lambda: fit(ONE, with_optimizer(Coupled)), ValueError, "`Coupled` .*`self_check=False`"
@@ -394,14 +403,15 @@ def test_refusals(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 ROWS: dict[str, set[Any]] = {
     "An optimizer that needs a closure": {
         refusals.needs_closure,
-        refusals.step_pre_hooks,
-        refusals.replaced_step,
+        refusals.differentiable,
+        refusals.check_step_pre_hooks,
+        refusals.check_replaced_step,
     },
     "An optimizer whose step looks across": {refusals.not_separable, refusals.drawn_numbers},
     "An optimizer without trainable": {
         checks.check_foreign_parameters,
         refusals.nothing_trainable,
-        refusals.hooked_parameters,
+        refusals.check_hooked_parameters,
     },
     "Two backward calls": {checks.stepped_before_backward, refusals.second_gradient},
     "Reentrant activation checkpointing": {refusals.second_gradient, refusals.unseen_outer_pass},
@@ -410,13 +420,13 @@ ROWS: dict[str, set[Any]] = {
         checks.check_clipping_hook,
         checks.check_retain_graph,
         checks.late_clipping,
-        refusals.second_pass,
+        refusals.check_second_pass,
     },
     "fp16": {checks.check_grad_scaler},
     "`64-true`": {checks.check_double_precision},
     "`sync_batchnorm=True`": {checks.check_sync_batchnorm},
     "`StochasticWeightAveraging`": {checks.check_weight_averaging},
-    "Modules wrapped": {checks.check_wrapped, refusals.wrapped_parameters},
+    "Modules wrapped": {checks.check_wrapped, refusals.check_wrapped_parameters},
     "`set_is_last_backward(False)`": {checks.check_last_backward},
     "Manual optimization under FSDP2": {checks.check_root_parameters},
     "Parameters on the `meta` device": {checks.check_on_meta},
