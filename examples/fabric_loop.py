@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +34,17 @@ def main(
     clip: tuple[str, float] | None = ("norm", 1.0),
     accelerator: str = "auto",
     devices: int = 2,
+    start: int = 0,
+    load: Path | None = None,
+    save: Path | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
-    """Trains a small model with clipping and two micro-batches; ``in_backward=False`` is the ordinary loop."""
-    fabric = Fabric(accelerator=accelerator, devices=devices, strategy=ModelParallelStrategy(shard))
+    """Trains a small model with clipping and two micro-batches; ``in_backward=False`` is the ordinary loop.
+
+    It may start at a later step, from a checkpoint folder that either of the two has saved.
+    """
+    # Left to itself this strategy takes all the devices of a machine for tensor parallelism.
+    strategy = ModelParallelStrategy(shard, data_parallel_size=devices, tensor_parallel_size=1)
+    fabric = Fabric(accelerator=accelerator, devices=devices, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
@@ -45,10 +54,15 @@ def main(
     core = OptimizerInBackward(optimizer, units=[block.parameters() for block in model.module], clip=clip)
     if in_backward:
         core.attach()
+    checkpoint = {"model": model, "optimizer": prepared}
+    if load:
+        fabric.load(load, checkpoint)
     losses = []
-    for number in range(2 * steps):
+    for number in range(2 * start, 2 * steps):
         ends_step = number % 2 == 1
-        loss = model(torch.randn(8, 16, device=fabric.device)).square().mean() / 2
+        noise = torch.Generator().manual_seed(number * fabric.world_size + fabric.global_rank)
+        batch = torch.randn(8, 16, generator=noise).to(fabric.device)
+        loss = model(batch).square().mean() / 2
         with nullcontext() if ends_step else core.accumulate():
             core.backward(loss, partial(fabric.backward, loss))
         if ends_step:
@@ -57,6 +71,8 @@ def main(
             prepared.step()
             prepared.zero_grad()
         losses.append(loss.item())
+    if save:
+        fabric.save(save, checkpoint)
     core.remove()
     return model.module, optimizer, losses
 

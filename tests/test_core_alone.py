@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -654,11 +655,26 @@ def fabric() -> None:
         for (name, mine), (_, other) in zip(ours[0].named_parameters(), ordinary[0].named_parameters(), strict=True):
             torch.testing.assert_close(full(mine), full(other), rtol=0, atol=1e-6 if clip else 0, msg=name)
         assert len(ours[2]) == len(ordinary[2]) == 10
+        weight = next(ours[0].parameters())
+        assert weight._local_tensor.numel() * 2 == weight.numel()  # the two ranks share it
         if clip is None:
             assert ours[2] == ordinary[2]
             ours_state, state = ours[1].state_dict(), ordinary[1].state_dict()
             assert_equal(whole(ours_state), whole(state))
             ordinary[1].load_state_dict(ours_state)
+
+
+def fabric_checkpoints(folder: Path) -> None:
+    """Either loop goes on from the other's checkpoint."""
+    unbroken = fabric_loop.main(in_backward=False, clip=None, accelerator="cpu")
+    for first in (True, False):
+        file = folder / f"in_backward={first}"
+        fabric_loop.main(2, in_backward=first, clip=None, accelerator="cpu", save=file)
+        resumed = fabric_loop.main(in_backward=not first, clip=None, accelerator="cpu", start=2, load=file)
+        assert resumed[2] == unbroken[2][4:]
+        assert_equal(whole(resumed[1].state_dict()), whole(unbroken[1].state_dict()))
+        for mine, other in zip(resumed[0].parameters(), unbroken[0].parameters(), strict=True):
+            assert_equal(full(mine), full(other))
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
@@ -681,6 +697,7 @@ def wrapped() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_two_ranks() -> None:
+def test_two_ranks(tmp_path: Path) -> None:
     run_distributed(fabric)
+    run_distributed(fabric_checkpoints, tmp_path)
     run_distributed(wrapped)
