@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -99,6 +100,7 @@ def seconds(trainer: Trainer, path: Path) -> float:
 def measure(kind: str, rounds: int, toy: bool, folder: str, device: torch.device) -> dict[str, Any]:
     """Rank 0's seconds of each save, and the size of one."""
     warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": "0"}
     os.environ.update(here, TORCHELASTIC_RUN_ID="benchmark")  # Lightning takes the processes for those of `torchrun`

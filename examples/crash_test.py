@@ -156,6 +156,7 @@ class Run:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self.killed = False
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(WAYS[way]):
@@ -187,12 +188,15 @@ class Run:
                     open_pipes.remove(pipe)
                     continue
                 if event == "failed":
+                    if self.killed:
+                        continue  # this rank has seen another one die
                     self.kill(0)
                     raise RuntimeError(text)
                 yield self.pipes.index(pipe), event, step, text
 
     def kill(self, first: int, between: float = 0.0) -> None:
         """SIGKILL for all ranks, one of them a moment before the others."""
+        self.killed = True
         for rank in sorted(range(len(self.processes)), key=lambda rank: rank != first):
             self.processes[rank].kill()
             time.sleep(between)

@@ -20,6 +20,7 @@ from lightning_bwdopt.states import map_tensors
 
 META_FILE = "meta.pt"  # Lightning's name for what is not a tensor of the model or of an optimizer; written last
 MODEL_KEY = "state_dict"
+_MODEL_KEY_OF_FSDP1 = "model"  # in folders of Lightning's `FSDPStrategy`
 _OWN_FILES = (META_FILE, ".metadata", ".metadata.tmp")
 
 
@@ -71,7 +72,10 @@ class Folder:
         if faults := list(_faults(path, metadata)):
             raise NotStored("; ".join(faults))
         self._stored: Mapping[str, Any] = metadata.state_dict_metadata
-        self._paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data
+        self._paths: Mapping[str, tuple[Any, ...]] = {
+            key: (MODEL_KEY, *path[1:]) if path[0] == _MODEL_KEY_OF_FSDP1 else path
+            for key, path in metadata.planner_data.items()
+        }
 
     def meta(self, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning keeps beside the tensors: counters, callbacks, schedulers."""

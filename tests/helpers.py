@@ -37,7 +37,8 @@ class Workers:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["lightning.pytorch", "torch.distributed.checkpoint"])  # imported once for all
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

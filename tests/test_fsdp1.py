@@ -1,10 +1,10 @@
-"""Full checkpoints of Lightning's `FSDPStrategy` (FSDP1), in both directions."""
+"""Checkpoints of Lightning's `FSDPStrategy` (FSDP1): full ones in both directions, sharded ones are read."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     StateDictType,
 )
 
@@ -24,29 +26,34 @@ from test_checkpoints import Plain, fit, ours, read, single
 class OnCPU(FSDPStrategy):
     """Lightning's, on a CPU.
 
-    That one has FSDP1 copy whole tensors to the host. On a CPU the copy would be the tensor itself, whose memory is
-    freed (parameters) or used again (states).
+    That one has FSDP1 copy tensors to the host. On a CPU the copy would be the tensor itself, whose memory is freed
+    (parameters) or used again (states).
     """
 
-    def __init__(self) -> None:
-        super().__init__(auto_wrap_policy={Block}, process_group_backend="gloo")
+    def __init__(self, kind: Literal["full", "sharded"] = "full") -> None:
+        super().__init__(auto_wrap_policy={Block}, process_group_backend="gloo", state_dict_type=kind)
 
     def _setup_model(self, model: Any) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
-    def _whole_on_rank_0(self) -> AbstractContextManager[Any]:
-        options = {"offload_to_cpu": False, "rank0_only": True}
-        configs = FullStateDictConfig(**options), FullOptimStateDictConfig(**options)
-        return FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
+    def _reading_state(self) -> AbstractContextManager[Any]:
+        configs: Any = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+        kind = StateDictType.SHARDED_STATE_DICT
+        if self._state_dict_type == "full":
+            configs = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+            kind = StateDictType.FULL_STATE_DICT
+        for config in configs:
+            config.offload_to_cpu = False
+        return FullyShardedDataParallel.state_dict_type(self.model, kind, *configs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self._whole_on_rank_0():
+        with self._reading_state():
             return self.model.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        with self._whole_on_rank_0():
+        with self._reading_state():
             state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
-        if self.global_rank == 0:
+        if self._state_dict_type == "full" and self.global_rank == 0:
             state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
         return state
 
@@ -76,11 +83,14 @@ def check_two_ranks(tmp: str) -> dict[str, Any]:
     assert_equal(resumed["losses"], whole["losses"], "ours -> FSDP1")
     assert_equal(resumed["weights"], theirs["weights"], "ours -> FSDP1")
     assert_equal(in_order(resumed)["state"], in_order(theirs)["state"], "ours -> FSDP1")
+    fit(OnCPU("sharded"), seeded(ByName), ranks=2, save=f"{tmp}/fsdp1_sharded")
+    resumed = fit(ours("sharded"), seeded(ByName), ranks=2, resume=f"{tmp}/fsdp1_sharded")
+    assert_equal(in_order(resumed), whole, "FSDP1, sharded -> ours")
     return whole
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_full_checkpoints_both_ways(tmp_path: Path) -> None:
+def test_interchange_with_fsdp1(tmp_path: Path) -> None:
     whole = run_distributed(check_two_ranks, str(tmp_path))[0]
     assert_equal(in_order(fit(single(), seeded(ByName), resume=tmp_path / "fsdp1")), whole, "FSDP1 -> one device")
     files = [read(tmp_path / name) for name in ("fsdp1", "ours")]
