@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_bwdopt import arguments, checks, loading, sharding
@@ -28,7 +27,7 @@ from lightning_bwdopt.sharded_checkpoints import ShardedCheckpoints
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import _StrategyRegistry
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
@@ -170,6 +169,11 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
     # Setting up -----------------------------------------------------------------------------------------------------
 
     @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self._names_before_sharding = remember_names(model)  # `configure_model` may shard it
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         # Lightning's own `setup`, except that the model need not be sharded by `configure_model`.
         assert self.model is not None
@@ -186,8 +190,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
             if self.cpu_offload:
                 checks.check_offload(self.root_device, torch.__version__)
 
-        # A weak reference would keep `Module.to` from replacing parameters that are sharded already.
-        names = WeakIdKeyDictionary() if sharding.is_sharded(module) else remember_names(module)
+        self._names_before_sharding.update(remember_names(module))  # and what hooks have built
         self.shard()
         self._sharded = [m for m in module.modules() if isinstance(m, sharding.FSDPModule)]
         checks.check_on_meta(loading.initialize(module))
@@ -196,7 +199,6 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
 
         if trainer.state.fn == TrainerFn.FITTING:
             log_units(sharding.named_units(module))
-            self._names_before_sharding = names
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:

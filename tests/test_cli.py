@@ -10,6 +10,7 @@ import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI, OptimizerCallable
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from helpers import Net, assert_equal, loader, run_distributed
 from lightning_bwdopt import OptimInBwdMixin
@@ -33,6 +34,17 @@ class CliLit(LightningModule):
 
     def train_dataloader(self) -> Any:
         return loader(4)
+
+
+class HandCliLit(CliLit):
+    """Shards and compiles itself, when its optimizer exists already."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, FSDPModule):
+            return
+        self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")
+        for module in (*self.net.blocks, self.net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
 
 class MixedCliLit(OptimInBwdMixin, CliLit):
@@ -155,15 +167,16 @@ def test_console_script_fits(tmp_path: Path) -> None:
 
 
 def _two_ranks() -> list[Any]:
-    """A top-level optimizer is built before `fully_shard` replaces its parameters."""
+    """A top-level optimizer is built before `fully_shard` replaces its parameters, in the strategy or by hand."""
     results = []
     sys.argv = ["program"]
-    for model, enabled in ((CliLit, False), (CliLit, True), (MixedCliLit, True)):
+    for model, enabled in ((CliLit, False), (CliLit, True), (MixedCliLit, True), (HandCliLit, True)):
         options = [f"--trainer.strategy={FSDP}", f"--trainer.strategy.enabled={str(enabled).lower()}"]
         args = ["fit", *BASE, "--trainer.devices=2", *OPTIMIZER, *options]
         cli = LightningCLI(model, args=args, save_config_callback=None)
         before = dict(type(cli.model)().named_parameters())
         weights = {name: p.full_tensor() for name, p in cli.model.named_parameters()}
+        weights = {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}
         assert before.keys() == weights.keys()
         state = [
             {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in entry.items()}
