@@ -38,6 +38,7 @@ class Estimate:
             "layer_gradient_mib": self.ordinary.layer_gradient / MIB,
             "world_size": self.ordinary.world_size,
             "strategy": self.ordinary.strategy,
+            "units": self.ordinary.units,
             "advice": self.advice(),
         }
 
@@ -72,6 +73,7 @@ class Estimate:
         ranks = self.ordinary.world_size
         lines = [
             f"{self.ordinary.strategy}, one of {ranks} rank{'s' * (ranks > 1)}, a steady step; MiB",
+            f"{self.ordinary.units}.",
             "",
             f"{'':<26}{'ordinary':>12}{'in backward':>14}",
         ]

@@ -30,6 +30,7 @@ class StepMemory:
         trainable: The share of the parameters' bytes that is trained, 0 to 1.
         strategy: The class of the strategy.
         world_size: Ranks.
+        units: What steps together, with sizes.
     """
 
     peaks: dict[memory.Phase, memory.Peak]
@@ -38,6 +39,7 @@ class StepMemory:
     trainable: float
     strategy: str
     world_size: int
+    units: str
 
     @property
     def phase(self) -> memory.Phase:
@@ -113,6 +115,7 @@ class MeasuredStep(Callback):
             "trainable": sum(trained.values()) / max(1, sum(sizes.values())),
             "strategy": type(strategy).__name__,
             "world_size": trainer.world_size,
+            "units": sharding.describe_units(sharding.named_units(module, strategy._blocks)),
         }
 
     def _on_gradient(self, param: Tensor) -> None:

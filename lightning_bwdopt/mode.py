@@ -271,7 +271,7 @@ class InBackwardStrategy(Strategy):
 
 def log_units(units: list[tuple[str, list[Tensor]]]) -> None:
     """Says once, at start, what steps together, and what little there is to gain where most is frozen."""
-    rank_zero_info(f"{len(units)} unit(s): {sharding.describe_units(units)}.")
+    rank_zero_info(f"{sharding.describe_units(units)}.")
     params = [p for _, unit in units for p in unit]
     trainable = [p for p in params if p.requires_grad]
     total, moving = (sum(p.numel() for p in some) for some in (params, trainable))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy, always_wrap_policy
 from torch.utils._pytree import tree_map_only
 
 WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy
+
+# Without FSDP small neighbours make one unit, up to this share of the model and these bytes: a step of few small
+# tensors is mostly overhead.
+_JOINED_SHARE = 1 / 8
+_JOINED_BYTES = 2 * 2**20
 
 
 def find_blocks(root: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Module]:
@@ -50,9 +55,15 @@ def find_blocks(root: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Mo
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    # FSDP2 gathers parameters in the module's forward, which these do not have.
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
-        return False
+    return not _is_container(module) and _has_parameters(module)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether nothing calls the module: FSDP2 gathers parameters in a module's forward, which it does not have."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
@@ -196,9 +207,9 @@ def called_children(module: nn.Module) -> list[nn.Module]:
     """The children with parameters that are called, looking through containers that cannot be."""
     children: list[nn.Module] = []
     for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if _is_container(child):
             children += called_children(child)
-        elif any(True for _ in child.parameters()):
+        elif _has_parameters(child):
             children.append(child)
     return children
 
@@ -233,8 +244,7 @@ def is_sharded(root: nn.Module) -> bool:
 def named_units(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[tuple[str, list[Tensor]]]:
     """The parameters that step together: each FSDP module's own; without FSDP each block's, then each other module's.
 
-    A parameter is in the first unit that has it, innermost modules first. Without FSDP small neighbours are joined up
-    to an eighth of the model and 2 MiB: a step of few small tensors is mostly overhead.
+    A parameter is in the first unit that has it, innermost modules first. Without FSDP small neighbours are joined.
 
     Returns:
         ``(class of the module, parameters)`` of each unit; parameters are whole tensors or DTensors.
@@ -243,7 +253,7 @@ def named_units(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[tuple
     if is_sharded(root):
         owners = [module for module in reversed(list(root.modules())) if isinstance(module, FSDPModule)]
         return _partition(((class_name(owner), owner.parameters()) for owner in owners), seen)
-    limit = min(sum(map(_nbytes, root.parameters())) // 8, 2 * 2**20)
+    limit = min(sum(map(_nbytes, root.parameters())) * _JOINED_SHARE, _JOINED_BYTES)
     inside = _partition(((class_name(block), block.parameters()) for block in blocks), seen)
     rest = ((class_name(module), module.parameters(recurse=False)) for module in root.modules())
     return [*_join_small(inside, limit), *_join_small(_partition(rest, seen), limit)]
@@ -254,10 +264,10 @@ def units_of(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[list[Ten
     return [params for _, params in named_units(root, blocks)]
 
 
-def describe_units(units: Iterable[tuple[str, list[Tensor]]]) -> str:
-    """The units with their sizes, equal ones together: ``2 x Block (3.5 M parameters each), Head (0.1 M)``."""
+def describe_units(units: Sequence[tuple[str, list[Tensor]]]) -> str:
+    """The units with their sizes, equal ones together: ``3 units: 2 x Block (3.5 M parameters each), Head (0.1 M)``."""
     counts = Counter((name, sum(p.numel() for p in params)) for name, params in units)
-    return ", ".join(
+    return f"{len(units)} unit{'s' * (len(units) != 1)}: " + ", ".join(
         f"{count} x {name} ({_count(size)} parameters each)" if count > 1 else f"{name} ({_count(size)})"
         for (name, size), count in counts.items()
     )
@@ -277,7 +287,7 @@ def _partition(candidates: Iterable[tuple[str, Iterable[Tensor]]], seen: set[int
     return units
 
 
-def _join_small(units: Iterable[tuple[str, list[Tensor]]], limit: int) -> list[tuple[str, list[Tensor]]]:
+def _join_small(units: Iterable[tuple[str, list[Tensor]]], limit: float) -> list[tuple[str, list[Tensor]]]:
     joined: list[tuple[str, list[Tensor]]] = []
     size = 0
     for name, unit in units:

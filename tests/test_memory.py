@@ -257,6 +257,15 @@ def test_hybrid_shard_saves_nothing(tmp_path: Path) -> None:
     result = estimate.estimate(config(tmp_path, wide(width=512), strategy=strategy), world_size=4)
     assert abs(result.saved) < 0.03 * result.ordinary.peak.bytes
     assert "will not help here" in result.advice()
+    assert "\n7 units: 6 x Linear (0.3 M parameters each), Wide (3584).\n" in result.table()
+
+
+def test_tensor_parallel_units(tmp_path: Path) -> None:
+    args = config(tmp_path, {"class_path": "test_meshes.TensorParallel"}, fsdp(tensor_parallel_size=2))
+    assert (
+        simulate(args, enabled=True, world_size=4).units
+        == "4 units: 3 x Block (198 parameters each), TensorParallel (81)"
+    )
 
 
 def test_activation_checkpointing_lowers_activations(tmp_path: Path) -> None:

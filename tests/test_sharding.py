@@ -136,9 +136,9 @@ def test_transformers_models(name: str) -> None:
 def test_units_are_described_with_their_sizes() -> None:
     net = Net()
     told = sharding.describe_units(sharding.named_units(net, sharding.find_blocks(net)))
-    assert told == "3 x Block (177 parameters each), Linear (70), Linear (11)"
+    assert told == "5 units: 3 x Block (177 parameters each), Linear (70), Linear (11)"
     big = nn.Linear(1000, 200, bias=False, device="meta")
-    assert sharding.describe_units(sharding.named_units(big)) == "Linear (0.2 M)"
+    assert sharding.describe_units(sharding.named_units(big)) == "1 unit: Linear (0.2 M)"
 
 
 def test_policy_that_matches_nothing() -> None:
