@@ -141,10 +141,10 @@ def assert_equal(actual: Any, expected: Any, at: str = "") -> None:
 class Block(nn.Module):
     """Two layers with a residual; uneven on two and three ranks."""
 
-    def __init__(self, width: int = 10) -> None:
+    def __init__(self, width: int = 10, hidden: int = 7) -> None:
         super().__init__()
-        self.inner = nn.Linear(width, 7)
-        self.outer = nn.Linear(7, width)
+        self.inner = nn.Linear(width, hidden)
+        self.outer = nn.Linear(hidden, width)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,10 +154,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Repeated blocks between a stem and a head, with dropout."""
 
-    def __init__(self, depth: int = 3, dropout: float = 0.1) -> None:
+    def __init__(self, depth: int = 3, dropout: float = 0.1, hidden: int = 7) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 10)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(hidden=hidden) for _ in range(depth))
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(10, 1)
 

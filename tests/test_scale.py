@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from helpers import Block, Lit, Net, assert_equal, full, loader, observables, run_distributed, seeded, trainer
+from helpers import Block, Lit, assert_equal, loader, observables, run_distributed, seeded, trainer
 from lightning_bwdopt import FSDPOptimInBwdStrategy, checks
 from lightning_bwdopt.views import shard_like
 
@@ -71,6 +63,7 @@ def fit(make: type[LightningModule], strategy: Any, devices: int, **kwargs: Any)
 BF16 = torch.bfloat16
 # name -> (options of our strategy, of the Trainer, of the stock run)
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "FULL_SHARD": ({}, {}, {}),
     "SHARD_GRAD_OP": (
         {"sharding_strategy": "SHARD_GRAD_OP"},
         {},
@@ -128,135 +121,27 @@ def test_state_of_an_offloaded_parameter_stays_on_the_host() -> None:
     assert (state.shape, state.placements, state.device_mesh) == (param.shape, param.placements, mesh)
 
 
-def check_options() -> None:
-    check_bad_sizes()
-    plain = stock(2, {})
-    for name, (mine, of_trainer, theirs) in OPTIONS.items():
-        expected = stock(2, of_trainer, **theirs)
-        for granularity in ("unit", "parameter"):
-            actual = fit(Lit, FSDPOptimInBwdStrategy(granularity=granularity, **mine), 2, **of_trainer)
+def check_options(names: list[str], granularities: list[str]) -> None:
+    ranks = dist.get_world_size()
+    plain = stock(ranks, {})
+    for name in names:
+        mine, of_trainer, theirs = OPTIONS[name]
+        expected = stock(ranks, of_trainer, **theirs)
+        for granularity in granularities:
+            actual = fit(Lit, FSDPOptimInBwdStrategy(granularity=granularity, **mine), ranks, **of_trainer)
             assert_equal(actual, expected, f"{name} {granularity}")
-        if name in ("SHARD_GRAD_OP", "cpu_offload", "activation_checkpointing"):
+        if name in ("FULL_SHARD", "SHARD_GRAD_OP", "cpu_offload", "activation_checkpointing"):
             assert_equal(expected, plain, name)
         else:
             assert not torch.equal(expected["weights"]["net.stem.weight"], plain["weights"]["net.stem.weight"])
 
 
 def test_options_equal_stock() -> None:
-    run_distributed(check_options)
+    run_distributed(check_bad_sizes)
+    run_distributed(check_options, [*OPTIONS], ["unit", "parameter"])
 
 
-def check_four_ranks() -> None:
-    check_hybrid()
-    check_tensor_parallel()
-
-
-def check_hybrid() -> None:
-    expected = stock(4, {}, hybrid=(2, 2))
-    strategy = FSDPOptimInBwdStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert_equal(fit(Lit, strategy, 4), expected)
-    said = [str(w.message) for w in caught if "saves no memory" in str(w.message)]
-    assert len(said) == (dist.get_rank() == 0)
-
-
-class Even(Lit):
-    """Without dropout, and with blocks that can be halved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net(dropout=0.0)
-        for block in self.net.blocks:
-            block.inner, block.outer = nn.Linear(10, 8), nn.Linear(8, 10)
-        self.batches: list[Tensor] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.batches.append(batch[0].clone())
-        return super().training_step(batch, batch_idx)
-
-
-class TensorParallel(Even):
-    """Each block is split over two ranks; the strategy adds the data-parallel sharding."""
-
-    def configure_model(self) -> None:
-        for block in self.net.blocks:
-            plan = {"inner": ColwiseParallel(), "outer": RowwiseParallel()}
-            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
-
-
-class HandTensorParallel(TensorParallel):
-    """The same, sharded by hand."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        for block in self.net.blocks:
-            fully_shard(block, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-
-def check_tensor_parallel() -> None:
-    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2}
-    expected = fit(HandTensorParallel, ModelParallelStrategy(**sizes), 4)
-    for granularity in ("unit", "parameter"):
-        strategy = FSDPOptimInBwdStrategy(granularity=granularity, **sizes)
-        assert_equal(fit(TensorParallel, strategy, 4), expected, granularity)
-
-    # Stock cannot clip here (`clip_grad_norm_` fails on several meshes); a plain loop over whole batches can.
-    for clip, accumulate in ((None, 1), (0.05, 1), (0.05, 2)):
-        module = seeded(TensorParallel)
-        options = {} if clip is None else {"gradient_clip_val": clip}
-        run = trainer(
-            strategy=FSDPOptimInBwdStrategy(gradient_clipping="exact", **sizes),
-            devices=4,
-            max_steps=4,
-            accumulate_grad_batches=accumulate,
-            callbacks=[norms := Norms()],
-            **options,
-        )
-        run.fit(module, loader(ranks=2))
-        both: list[Any] = [None] * 4
-        dist.all_gather_object(both, module.batches)
-        assert_equal(both[0], both[1])
-        assert_equal(both[2], both[3])
-        assert not torch.equal(both[0][0], both[2][0])
-        reference, reference_norms = whole_batch_run(both[0], both[2], clip, accumulate)
-        torch.testing.assert_close(norms.seen, reference_norms, rtol=1e-5, atol=0)
-        for name, weight in module.named_parameters():
-            torch.testing.assert_close(full(weight), reference[name].detach(), rtol=0, atol=2e-6)
-
-
-class Norms(Callback):
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def on_train_start(self, run: Any, module: Any) -> None:
-        run.strategy.optimizers_in_backward[0].treatment.sums_norm = True
-
-    def on_before_optimizer_step(self, run: Any, module: Any, optimizer: Any) -> None:
-        self.seen.append(run.strategy.optimizers_in_backward[0].grad_norm.clone())
-
-
-def whole_batch_run(
-    first: list[Tensor], second: list[Tensor], clip: float | None, accumulate: int
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The ordinary optimizer in a plain loop, on the batches of both data-parallel ranks together."""
-    module = seeded(Even)
-    settings = module.configure_optimizers()
-    optimizer, scheduler = settings["optimizer"], settings["lr_scheduler"]["scheduler"]
-    norms = []
-    for number, (one, other) in enumerate(zip(first, second, strict=True), start=1):
-        x = torch.cat([one, other])
-        loss = nn.functional.mse_loss(module.net(x), x.sum(dim=1, keepdim=True).sin())
-        (loss / accumulate).backward()
-        if number % accumulate == 0:
-            limit = float("inf") if clip is None else clip
-            norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), limit))
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-    return dict(module.named_parameters()), norms
-
-
-def test_hybrid_and_tensor_parallel() -> None:
-    run_distributed(check_four_ranks, world_size=4)
+def test_options_equal_stock_on_three_ranks() -> None:
+    """Uneven shards: a block's layers of 7 and 10 rows, and a head of one row, of which two ranks have nothing."""
+    names = ["FULL_SHARD", "SHARD_GRAD_OP", "cpu_offload", "bf16-mixed"]
+    run_distributed(check_options, names, ["unit"], world_size=3)
