@@ -1,9 +1,11 @@
-"""What `torchrun` starts in test_launch.py: a run that checkpoints every two steps, and may lose a rank."""
+"""What test_launch.py starts on each rank: a run that checkpoints every two steps, and may lose a rank."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,17 @@ class Dies(Callback):
             os._exit(3)
 
 
+class Hangs(Callback):
+    """Lets the others wait for one rank, before a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_batch_start(self, run: Any, *args: Any) -> None:
+        if run.global_rank == self.rank and run.global_step == self.step:
+            time.sleep(3600)
+
+
 class Calm(Lit):
     """Without dropout: Lightning does not keep the state of the random numbers in a checkpoint."""
 
@@ -34,16 +47,18 @@ class Calm(Lit):
         self.net = Net(dropout=0.0)
 
 
-def job(folder: Path, nodes: int, dies: int | None, **options: Any) -> dict[str, Any]:
+def job(
+    folder: Path, nodes: int = 1, events: tuple[Callback, ...] = (), timeout: int = 60, **options: Any
+) -> dict[str, Any]:
     module = seeded(Calm)
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
     run = trainer(
-        strategy=FSDPOptimInBwdStrategy(state_dict_type="sharded"),
+        strategy=FSDPOptimInBwdStrategy(state_dict_type="sharded", timeout=timedelta(seconds=timeout)),
         devices=2 // nodes,
         num_nodes=nodes,
         max_steps=6,
         enable_checkpointing=True,
-        callbacks=[keep, *([] if dies is None else [Dies(dies, step=5)])],
+        callbacks=[keep, *events],
         default_root_dir=folder,
     )
     # Step 4 ends an epoch, so that the resumed run reads what the other one does.
@@ -57,7 +72,17 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--dies", type=int)
+    parser.add_argument("--then-hangs", type=int)
+    parser.add_argument("--timeout", type=int, default=60)
     arguments = parser.parse_args()
     newest = arguments.folder / "last.ckpt"
-    seen = job(arguments.folder, arguments.nodes, arguments.dies, ckpt_path=str(newest) if newest.exists() else None)
-    torch.save(seen, arguments.folder / f"rank{os.environ['RANK']}.pt")
+    seen = job(
+        arguments.folder,
+        arguments.nodes,
+        () if arguments.dies is None else (Dies(arguments.dies, step=5),),
+        arguments.timeout,
+        ckpt_path=str(newest) if newest.exists() else None,
+    )
+    torch.save(seen, arguments.folder / f"rank{torch.distributed.get_rank()}.pt")
+    if arguments.then_hangs is not None:
+        job(arguments.folder / "hangs", arguments.nodes, (Hangs(arguments.then_hangs, step=1),))

@@ -1,4 +1,4 @@
-"""Jobs started by `torchrun`: two agents as on two machines, a rank that dies, a restart from the newest checkpoint."""
+"""Jobs on several machines, all of them this one: `torchrun` agents, SLURM's variables, ranks that die or hang."""
 
 from __future__ import annotations
 
@@ -16,41 +16,56 @@ from launch_job import job
 
 HERE = Path(__file__).parent
 TIMEOUT = 120
+SECONDS_TO_WAIT = 8  # for a rank that hangs; ranks that start on a busy machine need some of it
+
+
+def launch(commands: list[list[str]], folder: Path, variables: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
+    """Starts processes in an environment that knows of no job but that of its variables; they write to log files."""
+    foreign = ("MASTER_", "TORCHELASTIC", "SLURM_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
+    started = []
+    for number, (command, own) in enumerate(zip(commands, variables, strict=True)):
+        with (folder / f"{number}.log").open("w") as output:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *command], env=environment | own, stdout=output, stderr=output, text=True
+                )
+            )
+    return started
+
+
+def ended(processes: list[subprocess.Popen[str]], folder: Path) -> list[tuple[int, str]]:
+    """Exit status and output of each process, terminated where it takes too long."""
+    deadline = time.monotonic() + TIMEOUT
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.terminate()  # an agent ends its ranks
+            process.wait()
+    return [(process.returncode, (folder / f"{number}.log").read_text()) for number, process in enumerate(processes)]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def agents(folder: Path, *job_arguments: str, nodes: int = 1, restarts: int = 0) -> list[tuple[int, str]]:
     """Runs one `torchrun` for each node, all on this machine; exit status and output of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "TORCHELASTIC"))
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
-    started = []
-    for node in range(nodes):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node_rank={node}"]
-        command += [f"--nproc_per_node={2 // nodes}", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        command += [f"--max-restarts={restarts}", str(HERE / "launch_job.py"), str(folder), f"--nodes={nodes}"]
-        output = (folder / f"node{node}.log").open("w+")
-        process = subprocess.Popen([*command, *job_arguments], env=environment, stdout=output, stderr=output)
-        started.append((process, output))
-    ended = []
-    deadline = time.monotonic() + TIMEOUT
-    for process, output in started:
-        try:
-            status = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the agent ends its ranks
-            status = process.wait()
-        output.seek(0)
-        ended.append((status, output.read()))
-        output.close()
-    return ended
+    address = ["--master_addr=127.0.0.1", f"--master_port={free_port()}", f"--max-restarts={restarts}"]
+    commands = [
+        ["-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node_rank={node}", f"--nproc_per_node={2 // nodes}"]
+        + [*address, str(HERE / "launch_job.py"), str(folder), f"--nodes={nodes}", *job_arguments]
+        for node in range(nodes)
+    ]
+    return ended(launch(commands, folder, [{}] * nodes), folder)
 
 
 def check_job(folder: Path) -> dict[str, object]:
-    return job(folder, nodes=1, dies=None)
+    return job(folder)
 
 
 def test_two_agents_lose_a_rank_and_resume(tmp_path: Path) -> None:
@@ -75,3 +90,27 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
     assert "launch_job.py FAILED" in output
     assert "exitcode  : 3" in output
     assert not list(tmp_path.glob("rank*.pt"))
+
+
+def test_slurm_and_a_rank_that_hangs(tmp_path: Path) -> None:
+    """What `srun` starts on two nodes with one task each, as far as the variables go; then rank 1 hangs."""
+    expected = run_distributed(check_job, tmp_path / "ordinary")
+    common = {
+        "SLURM_JOB_NAME": "train",
+        "SLURM_JOB_ID": "1234",
+        "SLURM_NNODES": "2",
+        "SLURM_NODELIST": "localhost,elsewhere",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "MASTER_PORT": free_port(),  # by default it is made of the job's number, and may be taken here
+    }
+    own = [{**common, "SLURM_PROCID": str(r), "SLURM_NODEID": str(r), "SLURM_LOCALID": "0"} for r in range(2)]
+    command = [str(HERE / "launch_job.py"), str(tmp_path), "--nodes=2", "--then-hangs=1"]
+    processes = launch([[*command, f"--timeout={SECONDS_TO_WAIT}"]] * 2, tmp_path, own)
+    ended(processes[:1], tmp_path)
+    processes[1].kill()  # as `srun --kill-on-bad-exit` does
+    (status, output), _ = ended(processes, tmp_path)
+    for rank in range(2):
+        assert_equal(torch.load(tmp_path / f"rank{rank}.pt", weights_only=False), expected[rank])
+    assert status == 1, output
+    assert f"Timed out waiting {SECONDS_TO_WAIT}000ms" in output
