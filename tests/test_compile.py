@@ -1,4 +1,4 @@
-"""A compiled model with the mode on: the compiled ordinary run's results, and no compilation after the first steps."""
+"""A compiled model with the mode on: the compiled ordinary run's results, and no compilation after the first step."""
 
 from __future__ import annotations
 
@@ -19,62 +19,85 @@ pytestmark = [
 ]
 
 
-def compile_parts(net: Net, how: str, backend: str) -> None:
-    for module in net.blocks if how == "blocks" else [net]:
-        module.compile(backend=backend)
-
-
 class Compiled(Lit):
-    """Compiles itself, and allows no compilation after its third batch."""
+    """Compiles itself, and allows no compilation after its first batch."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, backend: str = "aot_eager") -> None:
         super().__init__()
         self.how = how
+        self.backend = backend
 
     def configure_model(self) -> None:
-        compile_parts(self.net, self.how, "aot_eager")
+        if self.how == "whole":
+            self.net = torch.compile(self.net, backend=self.backend)
+            return
+        for index, block in enumerate(self.net.blocks):
+            if self.how == "blocks in place":
+                block.compile(backend=self.backend)
+            else:
+                self.net.blocks[index] = torch.compile(block, backend=self.backend)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        torch.compiler.set_stance("fail_on_recompile" if batch_idx > 2 else "default")
+        torch.compiler.set_stance("fail_on_recompile" if batch_idx > 0 else "default")
 
     def on_train_end(self) -> None:
         torch.compiler.set_stance("default")
 
 
-def fit(strategy: Any, how: str, ranks: int) -> dict[str, Any]:
+def fit(strategy: Any, ranks: int, make: type[Lit], *args: Any) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    module = seeded(Compiled, how)
+    module = seeded(make, *args)
     run = trainer(strategy=strategy, devices=ranks, max_steps=6)
     run.fit(module, loader(batches=6, ranks=ranks))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (make is Compiled)
     return observables(module, run)
 
 
-@pytest.mark.parametrize("how", ["blocks", "whole"])
+def without_wrapper(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("_orig_mod.", ""): weight for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("how", ["blocks in place", "whole"])
 def test_one_device(how: str) -> None:
-    ours = fit(SingleDeviceOptimInBwdStrategy(), how, ranks=1)
-    assert_equal(ours, fit(SingleDeviceOptimInBwdStrategy(enabled=False), how, ranks=1))
+    ours = fit(SingleDeviceOptimInBwdStrategy(), 1, Compiled, how)
+    assert_equal(ours, fit(SingleDeviceOptimInBwdStrategy(enabled=False), 1, Compiled, how))
 
 
-def check_two_ranks(how: str) -> None:
-    ours = fit(FSDPOptimInBwdStrategy(), how, ranks=2)
-    assert_equal(ours, fit(FSDPOptimInBwdStrategy(enabled=False), how, ranks=2))
+def check_two_ranks() -> None:
+    plain = fit(FSDPOptimInBwdStrategy(), 2, Lit)
+    for how in ("blocks in place", "blocks wrapped", "whole"):
+        ours = fit(FSDPOptimInBwdStrategy(), 2, Compiled, how)
+        assert_equal(ours, fit(FSDPOptimInBwdStrategy(enabled=False), 2, Compiled, how), how)
+        assert_equal(without_wrapper(ours["weights"]), plain["weights"], how)  # `aot_eager` runs the same kernels
 
 
-@pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_two_ranks(how: str) -> None:
-    run_distributed(check_two_ranks, how)
+def test_two_ranks() -> None:
+    run_distributed(check_two_ranks)
+
+
+def check_inductor() -> None:
+    torch._inductor.config.compile_threads = 1  # a pool takes longer to start
+    ours, ordinary = (
+        fit(FSDPOptimInBwdStrategy(enabled=enabled), 2, Compiled, "blocks in place", "inductor")
+        for enabled in (True, False)
+    )
+    assert_equal(ours, ordinary)
+
+
+def test_inductor_on_two_ranks() -> None:
+    run_distributed(check_inductor)
 
 
 def test_inductor_in_a_bare_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # a pool takes longer to start
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
 
     def train(in_backward: bool) -> tuple[Any, ...]:
         torch._dynamo.reset()
         torch.manual_seed(3)
         net = Net(depth=2, dropout=0.0)
-        compile_parts(net, "blocks", "inductor")
+        for block in net.blocks:
+            block.compile()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
         core = OptimizerInBackward(optimizer, units_of(net, find_blocks(net)))
         if in_backward:

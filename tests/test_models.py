@@ -1,4 +1,4 @@
-"""Compiled models, models of `transformers` with their own checkpointing, adapters of `peft`: on two FSDP2 ranks."""
+"""Models of `transformers` with their own checkpointing, adapters of `peft`: on two FSDP2 ranks."""
 
 from __future__ import annotations
 
@@ -19,52 +19,6 @@ def fit(make: type[LightningModule], devices: int = 2, **options: Any) -> dict[s
     run = trainer(strategy=FSDPOptimInBwdStrategy(**options), devices=devices, max_steps=5)
     run.fit(module, loader(ranks=devices))
     return observables(module, run)
-
-
-class Compiled(Lit):
-    """Blocks compiled in place or wrapped, or the whole network; counts what is compiled, step by step."""
-
-    how: ClassVar[str] = "in place"
-    compiled: ClassVar[list[int]] = []
-
-    def configure_model(self) -> None:
-        def backend(graph: Any, inputs: Any) -> Any:
-            self.graphs += 1
-            return aot_eager(graph, inputs)
-
-        self.graphs = 0
-        aot_eager = torch._dynamo.lookup_backend("aot_eager")
-        torch._dynamo.reset()
-        if self.how == "whole":
-            self.net = torch.compile(self.net, backend=backend)
-            return
-        for index, block in enumerate(self.net.blocks):
-            if self.how == "in place":
-                block.compile(backend=backend)
-            else:
-                self.net.blocks[index] = torch.compile(block, backend=backend)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.compiled.append(self.graphs)
-
-
-def check_compiled() -> None:
-    plain = fit(Lit)
-    for how in ("in place", "wrapped", "whole"):
-        runs = []
-        for options in ({"enabled": False}, {}):
-            make = type("Compiled", (Compiled,), {"how": how, "compiled": []})
-            runs.append(fit(make, **options))
-            first, *_, last = make.compiled
-            assert first > 0, f"{how} {options}: nothing was compiled"
-            assert first == last, f"{how} {options}: recompiled, {make.compiled}"
-        assert_equal(runs[1], runs[0], how)
-        same = {name.replace("_orig_mod.", ""): weight for name, weight in runs[1]["weights"].items()}
-        assert_equal(same, plain["weights"], how)  # `aot_eager` runs the same kernels
-
-
-def test_compiled() -> None:
-    run_distributed(check_compiled)
 
 
 class Llama(LightningModule):
