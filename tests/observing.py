@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
@@ -178,7 +179,7 @@ def assert_same_runs(
         if folder is None:
             return observe(loop, *args, **kwargs)
         run = observe(loop, *args, **kwargs, default_root_dir=folder / "run")  # checkpoints contain the path
-        (folder / "run").rename(folder / loop)
+        _on_one_rank((folder / "run").rename, folder / loop)
         return run
 
     ordinary = once("ordinary")
@@ -187,6 +188,17 @@ def assert_same_runs(
         for key in ordinary:
             assert_equal(run[key], ordinary[key], f"{loop}: {key}")
     return ordinary
+
+
+def _on_one_rank(act: Callable[..., Any], *args: Any) -> None:
+    """Does something to files when every rank has read them."""
+    distributed = dist.is_initialized()
+    if distributed:
+        dist.barrier()
+    if not distributed or dist.get_rank() == 0:
+        act(*args)
+    if distributed:
+        dist.barrier()
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -77,6 +77,7 @@ BASE = [
     "--trainer.enable_model_summary=false",
 ]
 OPTIMIZER = ["--optimizer=AdamW", "--optimizer.lr=0.01", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5"]
+CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 FSDP = "lightning_bwdopt.FSDPOptimInBwdStrategy"
 SINGLE = "lightning_bwdopt.SingleDeviceOptimInBwdStrategy"
 
@@ -144,6 +145,33 @@ def test_config_round_trip_and_saved_config(tmp_path: Path, capsys: pytest.Captu
     assert_equal(result(again), result(run))
 
 
+def _contains(whole: Any, part: Any, at: str = "") -> None:
+    if isinstance(part, dict):
+        for key, value in part.items():
+            assert key in whole, f"{at}.{key} is missing"
+            _contains(whole[key], value, f"{at}.{key}")
+    elif isinstance(part, list):
+        assert len(whole) == len(part), at
+        for index, value in enumerate(part):
+            _contains(whole[index], value, f"{at}[{index}]")
+    else:
+        assert whole == part, f"{at}: {whole!r} instead of {part!r}"
+
+
+@pytest.mark.parametrize("shipped", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_survive_a_round_trip(shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from examples.full_finetune import main as finetune
+
+    printed = []
+    for config in (shipped, tmp_path / "again.yaml"):
+        with pytest.raises(SystemExit):
+            finetune(["fit", f"--config={config}", "--print_config"])
+        printed.append(capsys.readouterr().out)
+        (tmp_path / "again.yaml").write_text(printed[-1])
+    assert printed[1] == printed[0]
+    _contains(yaml.safe_load(printed[0]), yaml.safe_load(shipped.read_text()))
+
+
 @pytest.mark.parametrize(
     ("argument", "named"),
     [
@@ -151,6 +179,7 @@ def test_config_round_trip_and_saved_config(tmp_path: Path, capsys: pytest.Captu
         (f"--trainer.strategy={FSDP} --trainer.strategy.sharding_strategy=FULL", "sharding_strategy"),
         ("--trainer.strategy=fsdp_optim_in_bw", "fsdp_optim_in_bw"),
         (f"--trainer.strategy={SINGLE} --trainer.strategy.granularity=units", "granularity"),
+        (f"--trainer.strategy={SINGLE} --trainer.strategy.granularty=unit", "granularty"),
     ],
 )
 def test_typing_errors_are_named(argument: str, named: str, capsys: pytest.CaptureFixture) -> None:

@@ -88,6 +88,7 @@ def fit(make: type[LightningModule], strategy: Any, devices: int = 1, **kwargs: 
     return observables(module, run)
 
 
+STEPS = 8
 MODULES = [Lit, Mixed, ThroughForward]
 MODES: list[dict[str, Any]] = [{"enabled": False}, {"granularity": "unit"}, {"granularity": "parameter"}]
 
@@ -97,7 +98,8 @@ def compare(make_strategy: Callable[..., Any], expected: dict[str, Any], devices
         for mode in MODES:
             watch = Watch()
             enabled = mode.get("enabled", True)
-            actual = fit(make, make_strategy(**mode), devices, callbacks=[watch] if enabled else [])
+            callbacks = [watch] if enabled else []
+            actual = fit(make, make_strategy(**mode), devices, callbacks=callbacks, max_steps=STEPS)
             assert_equal(actual, expected, f"{make.__name__} {mode}")
             if enabled:
                 assert watch.left == 0
@@ -107,14 +109,14 @@ def compare(make_strategy: Callable[..., Any], expected: dict[str, Any], devices
 
 
 def test_one_device_equals_lightnings_strategy() -> None:
-    expected = fit(Lit, "auto")
-    assert expected["global_step"] == 16
+    expected = fit(Lit, "auto", max_steps=STEPS)
+    assert expected["global_step"] == STEPS
     compare(SingleDeviceOptimInBwdStrategy, expected, devices=1)
 
 
 def check_two_ranks() -> dict[str, Any]:
     stock = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    expected = fit(HandSharded, stock, devices=2)
+    expected = fit(HandSharded, stock, devices=2, max_steps=STEPS)
     torch.manual_seed(3)
     start = dict(Net().named_parameters(prefix="net"))
     assert all(not torch.equal(weight, start[name]) for name, weight in expected["weights"].items())

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from helpers import Lit, assert_equal, loader, run_distributed, seeded, trainer
 from lightning_bwdopt import OptimInBwdMixin
-from observing import assert_same_runs, moved, observe, strategy_of, weights_of
-from test_callbacks import Backbone, Unfreezes, _backbone_finetuning
+from observing import LOOPS, assert_same_runs, moved, observe, strategy_of, weights_of, with_mixin
+from test_callbacks import AddsGroup, Backbone, HeadOnly, Tuned, Unfreezes, _backbone_finetuning
+from test_counting import SAVING
+from test_hooks import Spied
+from test_life_cycle import MODULES, Copying, Interrupted, Trouble
 from test_manual import HELD, ClosureGan, Gan, Manual, ReturnsLoss, StepsBoth, UntoggledGan
+from test_schedulers import FORMS, _monitors
+from test_schedulers import _module as _scheduled
 
 
 class CallsItself(Lit):
@@ -39,44 +47,107 @@ class CallsItself(Lit):
         self.log("val_loss", self(batch[0]).mean(), sync_dist=True)
 
 
-def _checkpoints() -> list[Any]:
-    return [ModelCheckpoint(monitor="val_loss", every_n_train_steps=3, save_top_k=-1, filename="{step}")]
+IGNORE = ("`accumulate_grad_batches=", "Gradient clipping (in `configure_gradient_clipping`)")
+EPOCHS: dict[str, Any] = {"max_steps": -1, "max_epochs": 3, "batches": 2}
+RUNS: dict[str, dict[str, Any]] = {
+    "steps": {"max_steps": 7, "val_check_interval": 3, "batches": 6},
+    "accumulation": {"max_steps": -1, "max_epochs": 2, "batches": 5, "accumulate_grad_batches": 2},
+    "clipping by value": {
+        "max_steps": 4,
+        "gradient_clip_val": 0.01,
+        "gradient_clip_algorithm": "value",
+        "options": {"gradient_clipping": "exact"},
+    },
+    "bf16-mixed": {"max_steps": 4, "precision": "bf16-mixed"},
+    "bf16-true": {"max_steps": 4, "precision": "bf16-true"},
+    "calls itself": {"module": CallsItself, "max_steps": 3, "batches": 3},
+    "finetuning": {"module": Backbone, "callbacks": _backbone_finetuning, **EPOCHS},
+    "freezing": {"callbacks": lambda: [Unfreezes()], "max_steps": 5},
+    "a group added": {"module": HeadOnly, "callbacks": lambda: [AddsGroup()], "max_steps": 4},
+    "hooks": {"module": Spied, "max_steps": 3, "num_sanity_val_steps": 1},
+    "fast_dev_run": {"fast_dev_run": 3},
+    "overfit_batches": {**EPOCHS, "overfit_batches": 2},
+}
+SCHEDULED = (
+    "two schedulers",
+    "every second step",
+    "sequential",
+    "one cycle with momentum",
+    "a rate in a tensor",
+    "plateau on validation",
+    "plateau on training",
+)
+SAVED = ("by steps", "by metric", "by time")
 
 
-IGNORE = ("`accumulate_grad_batches=",)
-
-
-def _observables(folder: str) -> list[str]:
-    """Counting, stopping, saving, schedulers, accumulation, freezing; both loops against the mode switched off."""
-    runs: dict[str, dict[str, Any]] = {
-        "steps": {"max_steps": 7, "val_check_interval": 3, "batches": 6},
-        "accumulation": {"max_steps": -1, "max_epochs": 2, "batches": 5, "accumulate_grad_batches": 2},
-        "clipping by value": {
-            "max_steps": 4,
-            "gradient_clip_val": 0.01,
-            "gradient_clip_algorithm": "value",
-            "options": {"gradient_clipping": "exact"},
-        },
-        "bf16-mixed": {"max_steps": 4, "precision": "bf16-mixed"},
-        "bf16-true": {"max_steps": 4, "precision": "bf16-true"},
-        "calls itself": {"module": CallsItself, "max_steps": 3, "batches": 3},
-        "finetuning": {
-            "module": Backbone,
-            "callbacks": _backbone_finetuning,
-            "max_steps": -1,
-            "max_epochs": 3,
-            "batches": 3,
-        },
-        "freezing": {"callbacks": lambda: [Unfreezes()], "max_steps": 5},
-    }
-    for settings in runs.values():
+def _observables(folder: Path) -> list[str]:
+    """Both loops against the mode switched off."""
+    for settings in RUNS.values():
         run = assert_same_runs(ranks=2, ignore=IGNORE, **settings)
         assert run["global_step"] > 2
-    return list(runs)
+    for form in SCHEDULED:  # the monitors log the rate that the hooks used
+        run = assert_same_runs(_scheduled(FORMS[form]), ranks=2, callbacks=_monitors, **EPOCHS)
+        rates = {rate for _, metrics in run["logged"] for name, rate in metrics.items() if name.endswith("/pg1")}
+        assert run["global_step"] == 6
+        assert len(rates) > 1, form  # of the first group
+    for way in SAVED:
+        (folder / way).mkdir(exist_ok=True)
+        run = assert_same_runs(ranks=2, folder=folder / way, enable_checkpointing=True, **SAVING[way])
+        assert len(run["files"]) >= 2
+    return [*RUNS, *SCHEDULED, *SAVED]
 
 
 def test_runs_on_two_ranks_equal_the_ordinary_ones(tmp_path: Path) -> None:
-    assert len(run_distributed(_observables, str(tmp_path))[1]) == 8
+    assert len(run_distributed(_observables, tmp_path)[1]) == 22
+
+
+def _lr_find(folder: Path) -> float:
+    found = []
+    for loop in ("ordinary", *LOOPS):
+        module = seeded(with_mixin(Tuned) if loop == "manual" else Tuned)
+        run = trainer(max_steps=3, strategy=strategy_of(loop, 2), devices=2, default_root_dir=folder)
+        result = Tuner(run).lr_find(module, min_lr=1e-5, max_lr=1e-1, num_training=12, update_attr=True)
+        module.losses.clear()
+        run.fit(module)
+        found.append((result.results, module.lr, module.losses, weights_of(module), run.global_step))
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
+    return module.lr
+
+
+def _copies() -> int:
+    """What can be copied of the ordinary run can be copied; FSDP2 does not allow it for modules."""
+    copies = {}
+    for loop, module_class in MODULES.items():
+        copying = Copying()
+        module = seeded(module_class)
+        run = trainer(max_steps=3, strategy=strategy_of(loop, 2), devices=2, callbacks=[copying, EarlyStopping("loss")])
+        run.fit(module, loader(ranks=2), loader(2, ranks=2))
+        copying.copy("after", run, module)
+        copies[loop] = {key for key, thing in copying.copies.items() if not isinstance(thing, type)}
+    for loop in LOOPS:
+        assert copies["ordinary"] <= copies[loop]
+    return len(copies["ordinary"])
+
+
+def _half_applied(folder: Path) -> None:
+    """An exception on every rank, when some blocks have been stepped."""
+    for loop in LOOPS:
+        module = seeded(with_mixin(Interrupted) if loop == "manual" else Interrupted)
+        saving = ModelCheckpoint(folder, save_on_exception=True)
+        run = trainer(devices=2, strategy=strategy_of(loop, 2), callbacks=[saving], enable_checkpointing=True)
+        said = pytest.warns(UserWarning, match="`ModelCheckpoint` saved no checkpoint on this exception")
+        with said if dist.get_rank() == 0 else nullcontext(), pytest.raises(Trouble, match="something broke"):
+            run.fit(module, loader(ranks=2), loader(2, ranks=2))
+        with pytest.raises(RuntimeError, match="weights are those of no step"):
+            run.save_checkpoint(folder / "explicit.ckpt")
+        assert not list(folder.glob("*"))
+
+
+def test_tuning_copying_and_exceptions_on_two_ranks(tmp_path: Path) -> None:
+    run_distributed(_half_applied, tmp_path)
+    assert run_distributed(_lr_find, tmp_path)[0] != Tuned().lr
+    assert run_distributed(_copies)[1] >= 18
 
 
 class HandSharded(LightningModule):
@@ -126,12 +197,6 @@ def test_user_manual_modules_on_two_ranks_equal_stock_hand_sharding() -> None:
     assert len(run_distributed(_manual_modules)[0]) == 5
 
 
-class NoneOnOneRank(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        loss = super().training_step(batch, batch_idx)
-        return None if self.global_rank == 1 else loss
-
-
 class Starts(Callback):
     """Keeps the weights that each fit starts with; taken after its optimizer has been made."""
 
@@ -172,60 +237,23 @@ def test_second_fits_on_two_ranks() -> None:
     run_distributed(_life)
 
 
-SCRIPT = """
-    import os, signal, sys
-    sys.path[:0] = [{root!r}, {tests!r}]
-    from datetime import timedelta
-    import torch
-    from helpers import Lit, loader, seeded, trainer
-    from test_two_ranks import NoneOnOneRank
-    from lightning_bwdopt import FSDPOptimInBwdStrategy, OptimInBwdMixin
-
-    class Raises(OptimInBwdMixin, Lit):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            if self.global_rank == 1 and batch_idx == 2:
-                {trouble}
-            return loss
-
-    module = NoneOnOneRank if {none} else Raises
-    strategy = FSDPOptimInBwdStrategy(timeout=timedelta(seconds=12))
-    try:
-        trainer(devices=2, strategy=strategy).fit(seeded(module), loader(ranks=2), loader(2, ranks=2))
-    except BaseException as error:
-        print(type(error).__name__, str(error)[:300])
-        sys.stdout.flush()
-        os._exit(1)
-"""
+# What the rank in trouble says; Lightning's own limit for the other one would be 30 minutes.
+TROUBLE = {
+    # Its handler tells the other ranks with a collective, for which they come too late.
+    "SIGTERM": "Received SIGTERM",
+    "ValueError": "ValueError only here",
+    "None": "RuntimeError Skipping the `training_step` by returning None",
+}
 
 
-@pytest.mark.parametrize(
-    ("trouble", "expected"),
-    [
-        # Lightning's own handler tells the other ranks with a collective, for which they come too late.
-        ("os.kill(os.getpid(), signal.SIGTERM)", "Received SIGTERM"),
-        (None, "RuntimeError Skipping the `training_step` by returning None"),
-    ],
-    ids=["SIGTERM", "None"],
-)
-def test_trouble_on_one_rank_ends_both(trouble: str | None, expected: str) -> None:
-    tests = Path(__file__).parent
-    code = textwrap.dedent(SCRIPT).format(
-        root=str(tests.parent), tests=str(tests), trouble=trouble or "pass", none=trouble is None
-    )
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for number in range(2):
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        own = {"RANK": str(number), "LOCAL_RANK": str(number), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "trouble"}
-        environment = {**os.environ, **shared, **own, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", code]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, **pipes))
-    outputs = [process.communicate(timeout=90)[0] for process in processes]  # Lightning's own limit is 30 minutes
-    assert [process.returncode for process in processes] == [1, 1], outputs
-    assert expected in outputs[1]
+def test_trouble_on_one_rank_ends_both(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("trouble_job.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    statuses = json.loads(done.stdout)
+    for trouble, said in TROUBLE.items():
+        for loop in LOOPS:
+            logs = {name: (tmp_path / name).read_text() for name in (f"{trouble} {loop} 0", f"{trouble} {loop} 1")}
+            assert [statuses[name] for name in logs] == [1, 1], logs
+            assert said in logs[f"{trouble} {loop} 1"]
