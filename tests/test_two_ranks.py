@@ -106,7 +106,7 @@ def _lr_find(folder: Path) -> float:
     for loop in ("ordinary", *LOOPS):
         module = seeded(with_mixin(Tuned) if loop == "manual" else Tuned)
         run = trainer(max_steps=3, strategy=strategy_of(loop, 2), devices=2, default_root_dir=folder)
-        result = Tuner(run).lr_find(module, min_lr=1e-5, max_lr=1e-1, num_training=12, update_attr=True)
+        result = Tuner(run).lr_find(module, min_lr=1e-5, max_lr=1e-1, num_training=16, update_attr=True)
         module.losses.clear()
         run.fit(module)
         found.append((result.results, module.lr, module.losses, weights_of(module), run.global_step))
