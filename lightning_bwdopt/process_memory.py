@@ -8,6 +8,13 @@ from pathlib import Path
 
 import torch
 
+# The environment of a process in which glibc gives memory back to the system as it is freed: the resident set is then
+# what is in use.
+PROMPT_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "2",
+}
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 

@@ -268,7 +268,7 @@ def _simulated_strategy(given: Any, world_size: int) -> InBackwardStrategy:
             " are not simulated. Estimate without it: the device then needs the unsharded parameters, the activations,"
             " the communication buffers and the temporaries of that estimate."
         )
-    # Its checks read values, which fake tensors lack; they hold one unit's gradient once more, for a moment.
+    # Its checks read values, which fake tensors lack. What they hold is one number for each parameter.
     strategy.on_nonfinite = "ignore"
     return strategy
 

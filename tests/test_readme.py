@@ -59,6 +59,13 @@ def test_make_targets_and_pip_extras_exist() -> None:
         assert re.search(rf"^{extra} = \[", project, flags=re.MULTILINE)
 
 
+def test_the_demo_ends_with_where_to_see_the_memory() -> None:
+    (recipe,) = re.findall(r"^demo: install\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    ending = recipe.split("The memory of this run")[1]
+    for way in ("lightning-bwdopt estimate ", "callbacks.MemoryTimeline", "lightning-bwdopt compare "):
+        assert way in ending
+
+
 def test_every_command_is_of_a_kind_that_is_tested() -> None:
     kinds = (
         "make ",
