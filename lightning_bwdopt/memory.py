@@ -181,8 +181,8 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor first: what it makes of the operation comes here again
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # the real one returns its argument, the fake one a copy
+        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
+            return args[0]  # as the real one, which returns its argument; the fake one makes a copy
         result = func(*args, **(kwargs or {}))
         name = func.name()
         if name == "c10d::_allgather_base_":

@@ -219,17 +219,16 @@ def check_against_real_ranks(
     model: str,
     options: dict[str, Any],
     ranks: int = 2,
-    slack: int = 256,  # what is logged is a few numbers
     **run_options: Any,
 ) -> None:
     real, peaks = run_distributed(_measure, enabled, model, options, ranks, run_options, world_size=ranks)[0]
     args = config(folder, model, fsdp(**options), devices=ranks, **run_options)
     simulated = simulate(args, enabled=enabled)
     assert simulated.layer_gradient == real.layer_gradient
-    # Of a unit that is reduced, gloo lets go when it comes to it.
+    # What is logged is a few numbers; of a unit that is reduced, gloo lets go when it comes to it.
     late = {"forward": 0, "backward": 2 * real.layer_gradient, "optimizer step": 0}
     for phase, peak in peaks.items():
-        assert -slack < peak.bytes - simulated.peaks[phase].bytes < slack + late[phase], phase
+        assert -256 < peak.bytes - simulated.peaks[phase].bytes < 256 + late[phase], phase
         for category in ("parameters", "optimizer_state"):  # of the others, moments of equal height differ
             assert simulated.peaks[phase].categories[category] == peak.categories[category], category
 
@@ -255,8 +254,7 @@ def test_estimate_is_what_two_real_ranks_hold(
 
 
 def test_estimate_is_what_tensor_parallel_ranks_hold(tmp_path: Path) -> None:
-    outputs = 4 * 4 * 128 * 4  # of the four blocks, which gloo sums over the two ranks of a block
-    check_against_real_ranks(tmp_path, True, "Halved", {"tensor_parallel_size": 2}, ranks=4, slack=256 + outputs)
+    check_against_real_ranks(tmp_path, True, "Halved", {"tensor_parallel_size": 2}, ranks=4)
 
 
 @pytest.mark.parametrize("enabled", [False, True])
