@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -24,11 +25,21 @@ from helpers import Lit, assert_equal, loader, run_distributed, seeded, trainer
 from lightning_bwdopt import OptimInBwdMixin
 from lightning_bwdopt.callbacks import OptimInBwdMonitor
 from observing import LOOPS, Records, assert_same_runs, moved, observe, strategy_of, weights_of, with_mixin
-from test_callbacks import AddsGroup, Backbone, HeadOnly, Tuned, Unfreezes, _backbone_finetuning
+from test_callbacks import (
+    Actions,
+    AddsGroup,
+    Backbone,
+    HeadOnly,
+    NoSchedule,
+    Spikes,
+    Tuned,
+    Unfreezes,
+    _backbone_finetuning,
+)
 from test_counting import SAVING
 from test_hooks import Spied
 from test_life_cycle import MODULES, Copying, Interrupted, Trouble
-from test_manual import HELD, ClosureGan, Gan, Manual, ReturnsLoss, StepsBoth, UntoggledGan
+from test_manual import HELD, ClosureGan, Gan, Manual, NoOptimizer, ReturnsLoss, StepsBoth, UntoggledGan
 from test_schedulers import FORMS, _monitors
 from test_schedulers import _module as _scheduled
 
@@ -68,10 +79,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "hooks": {"module": Spied, "max_steps": 3, "num_sanity_val_steps": 1},
     "fast_dev_run": {"fast_dev_run": 3},
     "overfit_batches": {**EPOCHS, "overfit_batches": 2},
+    "no optimizer": {"module": NoOptimizer, **EPOCHS},
 }
 SCHEDULED = (
     "two schedulers",
-    "every second step",
     "sequential",
     "one cycle with momentum",
     "a rate in a tensor",
@@ -85,7 +96,7 @@ def _observables(folder: Path) -> list[str]:
     """Both loops against the mode switched off."""
     for settings in RUNS.values():
         run = assert_same_runs(ranks=2, ignore=IGNORE, **settings)
-        assert run["global_step"] > 2
+        assert run["global_step"] > 2 or settings.get("module") is NoOptimizer
     for form in SCHEDULED:  # the monitors log the rate that the hooks used
         run = assert_same_runs(_scheduled(FORMS[form]), ranks=2, callbacks=_monitors, **EPOCHS)
         rates = {rate for _, metrics in run["logged"] for name, rate in metrics.items() if name.endswith("/pg1")}
@@ -132,6 +143,25 @@ def _copies() -> int:
     return len(copies["ordinary"])
 
 
+def _callbacks(folder: Path) -> None:
+    """A spike stops the same batch; a profiler sees the same actions; the device's statistics have the same names."""
+    seen = []
+    for loop in ("ordinary", *LOOPS):
+        module = seeded(with_mixin(NoSchedule) if loop == "manual" else NoSchedule)
+        records, profiler, strategy = Records(), Actions(), strategy_of(loop, 2)
+        callbacks = [Spikes(warmup=0, exclude_batches_path=folder / loop), DeviceStatsMonitor(cpu_stats=True)]
+        watched: dict[str, Any] = {"callbacks": callbacks, "logger": records, "profiler": profiler}
+        run = trainer(devices=2, strategy=strategy, log_every_n_steps=1, **watched)
+        with pytest.raises(TrainingSpikeException):
+            run.fit(module, loader(ranks=2), loader(2, ranks=2))
+        assert not strategy.step_half_applied
+        actions = [action.replace(type(strategy).__name__, "Strategy") for action in profiler.actions]
+        seen.append((run.global_step, actions, [(step, sorted(metrics)) for step, metrics in records.metrics]))
+    assert seen[0][0] == 3
+    assert_equal(seen[1], seen[0])
+    assert_equal(seen[2], seen[0])
+
+
 def _half_applied(folder: Path) -> None:
     """An exception on every rank, when some blocks have been stepped."""
     for loop in LOOPS:
@@ -146,8 +176,9 @@ def _half_applied(folder: Path) -> None:
         assert not list(folder.glob("*"))
 
 
-def test_tuning_copying_and_exceptions_on_two_ranks(tmp_path: Path) -> None:
+def test_callbacks_tuning_copying_and_exceptions_on_two_ranks(tmp_path: Path) -> None:
     run_distributed(_half_applied, tmp_path)
+    run_distributed(_callbacks, tmp_path)
     assert run_distributed(_lr_find, tmp_path)[0] != Tuned().lr
     assert run_distributed(_copies)[1] >= 12
 
