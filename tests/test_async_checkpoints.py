@@ -15,12 +15,12 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from checkpoint_runs import Plain, fit, ours, read, single
 from helpers import assert_equal, run_distributed, seeded
 from lightning_bwdopt import storage
 from lightning_bwdopt.checkpoint_files import FileCheckpointIO
 from lightning_bwdopt.checkpoints import consolidate
 from lightning_bwdopt.folders import Folder, FolderWriter
-from test_checkpoints import Plain, fit, ours, read, single
 
 
 class LateFiles(FileCheckpointIO):

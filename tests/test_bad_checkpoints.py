@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from checkpoint_runs import WHOLE, Plain, fit, lion, ours, read, sgd, sgd_with_momentum, single
 from helpers import assert_equal, full, loader, run_distributed, seeded, trainer
 from lightning_bwdopt.checkpoints import CheckpointError
-from test_checkpoints import WHOLE, Plain, fit, lion, ours, read, sgd, sgd_with_momentum, single
 
 Change = Callable[[dict[str, Any]], None]
 

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from checkpoint_runs import Plain, fit, ours, read, single
 from examples.causal_lm import CausalLM
 from helpers import assert_equal, run_distributed, seeded, trainer
 from lightning_bwdopt.checkpoints import CheckpointError, consolidate
-from test_checkpoints import Plain, fit, ours, read, single
 from tiny_recipe import TINY
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from checkpoint_runs import Plain, fit, ours, read, single
 from helpers import Block, assert_equal, run_distributed, seeded
-from test_checkpoints import Plain, fit, ours, read, single
 
 
 class OnCPU(FSDPStrategy):

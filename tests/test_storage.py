@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from checkpoint_runs import Plain, fit, single
 from helpers import assert_equal, seeded
 from lightning_bwdopt import storage
-from test_checkpoints import Plain, fit, single
 
 
 class Died(BaseException):
