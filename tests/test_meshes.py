@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import test_checkpoints
-from helpers import Lit, Net, assert_equal, full, loader, run_distributed, seeded, trainer
+from helpers import Lit, Net, assert_equal, full, loader, observables, run_distributed, seeded, trainer
 from lightning_bwdopt import FSDPOptimInBwdStrategy
 from lightning_bwdopt.loading import load_pretrained
 from test_loading import save_in_parts
@@ -75,6 +77,17 @@ def check_hybrid() -> None:
     assert len(said) == (dist.get_rank() == 0)
     check_norms(Even, hybrid, [0, 1, 2, 3], [(0.05, 1)])
 
+    # The sizes are those of the nodes: here two of two ranks each, as `torchrun` tells it.
+    node, local_rank = divmod(dist.get_rank(), 2)
+    as_on_two_nodes = {"GROUP_RANK": str(node), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, as_on_two_nodes):
+        module = seeded(Lit)
+        strategy = FSDPOptimInBwdStrategy(sharding_strategy="HYBRID_SHARD")
+        run = trainer(strategy=strategy, num_nodes=2, devices=2, max_steps=4)
+        run.fit(module, loader(ranks=4))
+    assert module.net.stem.weight.device_mesh.shape == (2, 2)
+    assert_equal(observables(module, run), expected, "sizes of the nodes")
+
 
 def check_tensor_parallel() -> None:
     sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2}
@@ -98,7 +111,7 @@ def check_training() -> None:
     check_tensor_parallel()
     rank_zero.removeHandler(lines)
     if dist.get_rank() == 0:
-        assert lines.said.count("4 units: 3 x Block (177 parameters each), Lit (81).") == 1
+        assert lines.said.count("4 units: 3 x Block (177 parameters each), Lit (81).") == 2
         assert "4 units: 3 x Block (198 parameters each), Even (81)." in lines.said
         assert "4 units: 3 x Block (198 parameters each), TensorParallel (81)." in lines.said
 
