@@ -129,7 +129,15 @@ def _check_in_a_browser(page: Path, verdict: str) -> None:
     assert done.stdout.count("<img ") == 4
 
 
-def test_broken_parity_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def in_this_process(mode: str, steps: int, args: Any, folder: Path, log: Path, bar: Any) -> compare.Run:
+    ComparedCLI(mode, steps, folder, list(args))
+    return compare.Run.read(folder)
+
+
+def test_broken_parity_is_found(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "run", in_this_process)  # the processes start in the test of equal runs
     out = tmp_path / "report"
     out.mkdir()
     (out / "report.html").write_text("an earlier one")
