@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -267,6 +267,16 @@ def prepare(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def _exiting_on_termination() -> Iterator[None]:
+    """Has the runs ended, and their files removed, also when a scheduler ends this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(args: list[str]) -> int:
     """Runs ``lightning-bwdopt compare``; the exit status."""
     parser = argparse.ArgumentParser(
@@ -292,7 +302,8 @@ def main(args: list[str]) -> int:
     try:
         plots.need_matplotlib(parser.prog)
         prepare(options.out)
-        result = compare(rest, options.steps, options.out, options.tolerance)
+        with _exiting_on_termination():
+            result = compare(rest, options.steps, options.out, options.tolerance)
     except (ModuleNotFoundError, ValueError, RunFailedError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     from lightning_bwdopt import report
