@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from lightning_bwdopt import refusals
 from lightning_bwdopt.arguments import NonFinite, check_choice
@@ -150,7 +150,9 @@ class GradientTreatment:
             if mesh is not None:
                 # An element that lies on several ranks is counted on each of them.
                 square /= math.prod(mesh.size(dim) for dim, place in enumerate(placements) if place.is_replicate())
-                square = DTensor.from_local(square, mesh, [Partial()] * mesh.ndim, run_check=False).full_tensor()
+                square = square.to(mesh.device_type)  # of offloaded gradients, too: `nccl` reduces only there
+                for dim in range(mesh.ndim):
+                    dist.all_reduce(square, group=mesh.get_group(dim))
             total = total.to(square.device) + square
         self._norms.clear()
         self.norm = total.sqrt()
