@@ -14,7 +14,7 @@ from lightning_bwdopt.callbacks import MODES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from lightning_bwdopt.compare import Comparison
+    from lightning_bwdopt.comparison import Comparison
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b2733; background: #f5f7f9; margin: 0; }
