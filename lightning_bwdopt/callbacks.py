@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_bwdopt import plots
 from lightning_bwdopt.clipping import total_norm
+from lightning_bwdopt.loops import accumulates
 from lightning_bwdopt.mode import InBackwardStrategy
 from lightning_bwdopt.process_memory import memory_reader
 from lightning_bwdopt.timeline import Recording, read_csv, write_csv
@@ -229,7 +230,7 @@ class MemoryTimeline(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._recording is None or trainer.fit_loop._should_accumulate():
+        if self._recording is None or accumulates(trainer):
             return
         recording = self._recording
         self._end()

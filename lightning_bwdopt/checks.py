@@ -210,6 +210,15 @@ def stepped_before_backward() -> RuntimeError:
     )
 
 
+def stepped_in_backward(count: int) -> RuntimeError:
+    """A backward in which autograd finds a tensor modified, perhaps a parameter that it has stepped."""
+    return RuntimeError(
+        f"A tensor that this backward needs was modified in place, and {count} parameters have been stepped in it."
+        " Where the model also uses a parameter detached (`param.detach()`), use `param.detach().clone()`. Otherwise"
+        " the operation is the model's own, and fails with the mode off (`enabled=False`), too."
+    )
+
+
 def half_applied_step() -> HalfAppliedStepError:
     """A checkpoint of weights of which some have been stepped and others not."""
     return HalfAppliedStepError(

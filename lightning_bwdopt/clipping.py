@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lightning_bwdopt import refusals
 from lightning_bwdopt.arguments import NonFinite, check_choice
-from lightning_bwdopt.views import local_tensor
-
-if TYPE_CHECKING:
-    from lightning_bwdopt.optimizer import OptimizerInBackward, Phase
+from lightning_bwdopt.views import aligned_gradient, local_tensor
 
 # Gradients whose norms add up: where they are, the dtype to add them in, and a DTensor's mesh and placements.
 Layout = tuple[torch.device, torch.dtype, DeviceMesh | None, tuple[Placement, ...]]
@@ -88,7 +84,7 @@ class GradientTreatment:
         """Looks at and clips, in place, the gradients of ``params``, which are about to be used.
 
         Raises:
-            RuntimeError: clipping by norm, outside of :func:`run_backward`.
+            RuntimeError: clipping by norm, in a pass without a measured one before it (``passes.run_backward``).
         """
         if not self.clips_norm:
             self.measure(params)
@@ -111,7 +107,7 @@ class GradientTreatment:
     def _clip(self, params: Sequence[Tensor]) -> None:
         if self.clip is None or not params:
             return
-        gradients = [_local(p.grad) for p in params]
+        gradients = [_local(aligned_gradient(p)) for p in params]
         if self._coefficient is None:  # the operations of torch.nn.utils.clip_grad_value_
             torch._foreach_clamp_min_(gradients, -self.clip.limit)
             torch._foreach_clamp_max_(gradients, self.clip.limit)
@@ -120,7 +116,7 @@ class GradientTreatment:
 
     def measure(self, params: Sequence[Tensor]) -> None:
         """Adds gradients to the norm and to what is known of bad ones: this rank's part, reduced when it is taken."""
-        gradients = [p.grad for p in params]
+        gradients = [aligned_gradient(p) for p in params]
         if self.on_nonfinite != "ignore":
             filled = [(p, local) for p, g in zip(params, gradients) if (local := _local(g)).numel()]
             if filled:
@@ -204,101 +200,14 @@ def _local(gradient: Tensor | None) -> Tensor:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The global L2 norm of gradients that are all there, over all ranks: 0-d float32."""
+    """The global L2 norm of gradients that are all there, over all ranks: 0-d; float32, or float64 for float64."""
     treatment = GradientTreatment(None, grad_norm=True, on_nonfinite="ignore")
-    treatment.add_to_norm(gradients)
+    treatment.add_to_norm([_reduced(gradient) for gradient in gradients])
     return treatment.take_norm()
 
 
-def run_backward(cores: Sequence[OptimizerInBackward], loss: Tensor, run: Callable[..., Any] | None = None) -> bool:
-    """Runs the backward pass or passes of one loss for all the optimizers that it reaches.
-
-    Clipping by norm takes two passes over the same graph. The first only sums the squared norms and drops the
-    gradients; one reduction gives the global norm; the second steps with the clip coefficient.
-
-    Args:
-        cores: The attached optimizers.
-        loss: A 0-d tensor with a graph.
-        run: Runs one pass; is called with ``retain_graph=True`` when another follows. ``None``: ``loss.backward``.
-
-    Returns:
-        Whether the parameters moved (or their gradients are held): ``False`` for a skipped step.
-
-    Raises:
-        FloatingPointError: the loss or a gradient is not finite, and that is an error or others have moved already.
-    """
-    run = loss.backward if run is None else run
-    cores = [core for core in cores if core.reachable]
-    action = next((core.treatment.on_nonfinite for core in cores if core.treatment.on_nonfinite != "ignore"), "ignore")
-    if action != "ignore" and (bad := _nonfinite_ranks(loss, distributed=any(core.distributed for core in cores))):
-        moved = sum(core.stepped for core in cores)
-        if action == "error" or moved:
-            raise refusals.nonfinite_loss(loss.item(), bad, cores[0].steps, moved)
-        for core in cores:
-            core.leave_out_step()
-    left_out = [core for core in cores if core.leaves_out_step]
-    stepping = [core for core in cores if not core.leaves_out_step]
-    with _phases(left_out, "drop"):
-        if any(core.treatment.clips_norm and not core.holds for core in stepping):
-            moved = _run_clipping(stepping, run)
-        else:
-            run()  # also when nothing steps: FSDP's own state is only in order again after a backward pass
-            moved = True
-    return _leave_out(left_out) if left_out else moved
-
-
-def _run_clipping(cores: Sequence[OptimizerInBackward], run: Callable[..., Any]) -> bool:
-    stepping = [core for core in cores if not core.holds]
-    if any(core.has_held_gradients for core in cores):
-        # The norm is that of the sum over the micro-batches, known only when the last of them has been added.
-        with _phases(stepping, "hold"):
-            run()
-        if not all(core.treat_held() for core in stepping):
-            return _leave_out(cores)
-        for core in stepping:
-            core.step_held()
-            core.end_of_gradients()
-        return True
-    clipping = [core for core in stepping if core.treatment.clips_norm]
-    try:
-        with _phases(cores, "drop"), _phases(clipping, "measure"):
-            run(retain_graph=True)
-        for core in clipping:
-            core.treatment.prepare_clipping()
-        if not all(core.finds_finite() for core in clipping):
-            return _leave_out(cores)
-        run()
-        return True
-    except RuntimeError as error:
-        refusals.check_second_pass(error)
-        raise
-    finally:
-        for core in clipping:
-            core.treatment.forget()
-
-
-def _leave_out(cores: Sequence[OptimizerInBackward]) -> bool:
-    """Leaves out the step of these; where its end is that of its last backward pass, that is now."""
-    for core in cores:
-        core.leave_out_step()
-        if not (core.calls_step or core.holds):
-            core.end_step()
-    return False
-
-
-def _phases(cores: Sequence[OptimizerInBackward], phase: Phase) -> ExitStack:
-    stack = ExitStack()
-    for core in cores:
-        stack.enter_context(core.in_phase(phase))
-    return stack
-
-
-def _nonfinite_ranks(loss: Tensor, *, distributed: bool) -> list[int]:
-    """The ranks on which the loss is not finite; the same list on every rank."""
-    bad = (~torch.isfinite(loss.detach())).any().to(torch.int32)
-    if not distributed:
-        return [0] if bad.item() else []
-    flags = bad.new_zeros(dist.get_world_size())
-    flags[dist.get_rank()] = bad
-    dist.all_reduce(flags)
-    return flags.nonzero().flatten().tolist()
+def _reduced(gradient: Tensor) -> Tensor:
+    """A DTensor that is a partial sum on each rank, summed; any other as it is."""
+    if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])

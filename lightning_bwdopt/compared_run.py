@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_bwdopt.callbacks import MODES, MemoryTimeline
 from lightning_bwdopt.configured import configured_ranks, configured_strategy
+from lightning_bwdopt.loops import accumulates
 from lightning_bwdopt.process_memory import peak, restart_peak
 from lightning_bwdopt.views import local_tensor
 
@@ -84,7 +85,7 @@ class Figures(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
         for name, loss in _losses(trainer, outputs).items():
             self._losses.setdefault(name, []).append(loss)
-        self._begins_step = not trainer.fit_loop._should_accumulate()
+        self._begins_step = not accumulates(trainer)
         if not self._begins_step:
             return
         device = trainer.strategy.root_device

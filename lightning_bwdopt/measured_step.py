@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_bwdopt import memory, sharding
+from lightning_bwdopt.loops import accumulates
 from lightning_bwdopt.mode import InBackwardStrategy
 from lightning_bwdopt.views import local_tensor
 
@@ -146,7 +147,7 @@ class MeasuredStep(Callback):
         for optimizer in trainer.optimizers:
             for entry in optimizer.state.values():
                 memory.each_tensor(entry, lambda tensor: self._tracker.watch(tensor, "optimizer_state"))
-        self._begins_step = not trainer.fit_loop._should_accumulate()
+        self._begins_step = not accumulates(trainer)
         self._steps += self._begins_step
         trainer.should_stop = self._steps == STEPS
 

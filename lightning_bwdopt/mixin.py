@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_bwdopt import checks
+from lightning_bwdopt.loops import accumulates
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -173,7 +174,7 @@ class InBackwardBatch(_ManualOptimization):
             zero_grad_fn=automatic._make_zero_grad_fn(batch_idx, trainer.optimizers[0]),
         )
         try:
-            if trainer.fit_loop._should_accumulate():
+            if accumulates(trainer):
                 closure()
             else:
                 automatic._optimizer_step(batch_idx, closure)

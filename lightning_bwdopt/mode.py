@@ -17,10 +17,11 @@ from typing_extensions import override
 
 from lightning_bwdopt import checks, sharding
 from lightning_bwdopt.arguments import GradientClipping, Granularity, NonFinite, check_choice
-from lightning_bwdopt.clipping import run_backward
 from lightning_bwdopt.interruption import allow_checkpoints, withhold_checkpoints
+from lightning_bwdopt.loops import accumulates, toggled
 from lightning_bwdopt.mixin import InBackwardBatch, OptimInBwdMixin, configure_optimizers
 from lightning_bwdopt.optimizer import OptimizerInBackward
+from lightning_bwdopt.passes import run_backward
 from lightning_bwdopt.trainer_clipping import TrainerClipping
 from lightning_bwdopt.views import local_tensor
 
@@ -153,7 +154,7 @@ class InBackwardStrategy(Strategy):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         run = partial(self.precision_plugin.backward, loss, module, optimizer, *args, **kwargs)
-        with self._noticing_interruption(), self._holding(cores), self._explaining():
+        with self._noticing_interruption(), self._holding(cores), self._explaining(cores):
             if not run_backward(cores, loss, run):
                 self._hold_schedulers()
         closure_loss = self.precision_plugin.post_backward(loss, module)
@@ -190,15 +191,15 @@ class InBackwardStrategy(Strategy):
         """Holds the gradients where they may not be used yet."""
         module = self.lightning_module
         assert module is not None
-        accumulates = module.trainer.fit_loop._should_accumulate()
-        if accumulates:
+        held = accumulates(module.trainer)
+        if held:
             self._warn(
                 "accumulate",
                 f"`accumulate_grad_batches={module.trainer.accumulate_grad_batches}` with the optimizer in backward:"
                 " the result is the ordinary run's, and the (sharded) gradients stay in memory between micro-batches.",
             )
         # Which optimizer a loss is for is the user's to say: a GAN's generator loss also reaches the discriminator.
-        untold = len(cores) > 1 and self._is_user_manual() and not module._param_requires_grad_state
+        untold = len(cores) > 1 and self._is_user_manual() and not toggled(module)
         if untold:
             self._warn(
                 "toggle",
@@ -207,19 +208,22 @@ class InBackwardStrategy(Strategy):
                 " `self.toggle_optimizer(optimizer)` before the forward pass of its loss to have it step in backward.",
             )
         with ExitStack() as stack:
-            if accumulates or untold:
+            if held or untold:
                 for core in cores:
                     stack.enter_context(core.accumulate())
             yield
 
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def _explaining(self, cores: list[OptimizerInBackward]) -> Iterator[None]:
+        """Says more than autograd can where a step may be what has modified a tensor that the graph needs."""
+        before = sum(core.stepped for core in cores)
         try:
             yield
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
+            moved = sum(core.stepped for core in cores)
+            if "modified by an inplace operation" not in str(error) or not moved:
                 raise
-            raise checks.stepped_before_backward() from error
+            raise checks.stepped_before_backward() if before else checks.stepped_in_backward(moved) from error
 
     def _runs_manual_path(self) -> bool:
         """Whether the mixin runs the batches."""

@@ -11,7 +11,8 @@ The mechanism, in the order in which it happens:
    that never calls it each backward is a step.
 
 The real optimizer stays the only one that schedulers, loggers and checkpoints see. What a step does to its groups is
-kept in `attached.py` until the step ends; what happens to a gradient on its way to the step is in `clipping.py`.
+kept in `attached.py` until the step ends. What happens to a gradient on its way to the step is in `clipping.py`; a loss
+that several optimizers share, or that takes two passes, in `passes.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_bwdopt import refusals
 from lightning_bwdopt.arguments import NonFinite
 from lightning_bwdopt.attached import AttachedOptimizer
-from lightning_bwdopt.clipping import GradientTreatment, run_backward
+from lightning_bwdopt.clipping import GradientTreatment
+from lightning_bwdopt.passes import run_backward
 from lightning_bwdopt.selfcheck import SEPARABLE_OPTIMIZERS, RandomNumbers, check_optimizer
 from lightning_bwdopt.views import StepView
 
@@ -197,7 +199,7 @@ class OptimizerInBackward:
         self.calls_step |= calls_step
         if self.attached and layout == self._layout and trainable == self._trainable:
             return self  # the strategies ask before every batch
-        refusals.check_hooked_parameters(p for p in params if id(p) not in self._hooks)
+        refusals.check_hooked_parameters((p for p in params if id(p) not in self._hooks), _Unit)
         if not self.attached:
             if not any(p.requires_grad for p in params):
                 raise refusals.nothing_trainable(self.optimizer)
@@ -363,16 +365,21 @@ class OptimizerInBackward:
             self.end_of_gradients()
 
     def end_of_gradients(self) -> None:
-        """The gradients of a backward have been stepped; in a loop that does not call ``step()`` that is a step."""
+        """The gradients of a backward have been stepped, and those that were looked at are known."""
         self.treatment.end_backward()
         bad, step, moved = self.nonfinite_gradient(), self.steps, self.stepped
-        if not self.calls_step:
-            self._backwards_without_step += 1
-            self.end_step()
-            if self._backwards_without_step > 1 and self.optimizer._optimizer_step_post_hooks:
-                raise refusals.post_hook_without_step(self.optimizer)
+        self.count_backward()
         if bad is not None:
             raise refusals.nonfinite_gradient(bad, step, moved)
+
+    def count_backward(self) -> None:
+        """A backward has stepped; in a loop that does not call ``step()`` that is a step."""
+        if self.calls_step:
+            return
+        self._backwards_without_step += 1
+        self.end_step()
+        if self._backwards_without_step > 1 and self.optimizer._optimizer_step_post_hooks:
+            raise refusals.post_hook_without_step(self.optimizer)
 
     def nonfinite_gradient(self) -> str | None:
         """The first parameter with a gradient that was not finite on any rank, in words."""
@@ -454,7 +461,10 @@ class OptimizerInBackward:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global L2 norm of the last backward's gradients before clipping, over all ranks: 0-d float32, or ``None``."""
+        """Global L2 norm of the last backward's gradients before clipping, over all ranks, or ``None``.
+
+        0-d; float32, or float64 for float64 gradients.
+        """
         return self.treatment.norm
 
     @property

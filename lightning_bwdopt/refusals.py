@@ -108,11 +108,11 @@ def check_wrapped_parameters(params: Iterable[Tensor]) -> None:
         )
 
 
-def check_hooked_parameters(params: Iterable[Tensor]) -> None:
-    """Parameters that another core steps; each gradient can be used once."""
+def check_hooked_parameters(params: Iterable[Tensor], unit: type) -> None:
+    """Parameters that a ``unit`` of another core steps; each gradient can be used once."""
     for param in params:
         for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-            if hasattr(getattr(hook, "__self__", None), "awaited"):
+            if isinstance(getattr(hook, "__self__", None), unit):
                 raise ValueError(
                     f"A parameter of shape `{tuple(param.shape)}` is stepped by another `OptimizerInBackward`, which"
                     " drops its gradient. Give each parameter to one optimizer, or `remove()` the other one first."

@@ -127,9 +127,9 @@ class StepView:
         try:
             # One look at each parameter: a DTensor's `grad` and a dict keyed by tensors are slow.
             for shard in shards:
-                gradient = shard.param.grad
+                gradient = aligned_gradient(shard.param)
                 if gradient is not None:
-                    shard.local.grad = gradient._local_tensor  # type: ignore[attr-defined]
+                    shard.local.grad = local_tensor(gradient)
                     shard.entry = real.get(shard.param)
                     if shard.entry is None:
                         mine.pop(shard.local, None)
@@ -153,6 +153,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its storage; any other tensor as it is."""
     # `DTensor.to_local` makes an autograd view; the optimizer needs the very tensor that FSDP gathers from.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def aligned_gradient(param: Tensor) -> Tensor | None:
+    """A parameter's gradient, lying on the ranks as the parameter does, which it is not before a DTensor operation.
+
+    FSDP2 reduces and shards gradients itself. Where a DTensor is used without it, as in tensor parallelism by hand, the
+    gradient of a replicated weight is a partial sum on each rank.
+    """
+    gradient = param.grad
+    if not isinstance(gradient, DTensor) or not isinstance(param, DTensor) or gradient._spec is param._spec:
+        return gradient
+    if gradient.placements != param.placements:
+        param.grad = gradient.redistribute(placements=param.placements)
+    return param.grad
 
 
 def shard_like(local: Tensor, param: Tensor) -> DTensor:

@@ -100,6 +100,25 @@ class TwoBackwards(UserManual):
         self.manual_backward((out if self.graphs == 1 else self.net(batch[0])).square().mean())
 
 
+class Detached(Lit):
+    """The last block's weight scales what the first layers give."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.net.stem(batch[0])
+        x = x * self.net.head.weight.detach()
+        return self.net.head(x).mean()
+
+
+class OwnInplace(Lit):
+    """Modifies what its own backward needs, before anything has stepped."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.net.head(self.net.stem(batch[0])).exp()
+        loss = x.sum()
+        x.add_(1)
+        return loss
+
+
 class TwoGraphs(TwoBackwards):
     graphs = 2
 
@@ -323,6 +342,12 @@ CASES: dict[str, Refused] = {
         RuntimeError,
         r"Sum the losses and call backward once. \(autograd says",
     ),
+    "detached parameter": Refused(
+        checks.stepped_in_backward,
+        lambda: fit(SingleDeviceOptimInBwdStrategy(granularity="parameter"), Detached),
+        RuntimeError,
+        r"2 parameters have been stepped in it.*`param.detach\(\).clone\(\)`",
+    ),
     "two graphs": Refused(
         refusals.second_gradient,
         lambda: fit(ONE, TwoGraphs),
@@ -397,6 +422,11 @@ def test_refusals(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+def test_the_own_mistake_of_a_model_keeps_its_error() -> None:
+    with pytest.raises(RuntimeError, match="^one of the variables needed for gradient computation"):
+        fit(ONE, OwnInplace)
+
+
 # README -----------------------------------------------------------------------------------------------------------
 
 # Each row of README's table of what is refused, by how it begins, and the rules that it is about.
@@ -414,6 +444,7 @@ ROWS: dict[str, set[Any]] = {
         refusals.check_hooked_parameters,
     },
     "Two backward calls": {checks.stepped_before_backward, refusals.second_gradient},
+    "A parameter that the graph also uses": {checks.stepped_in_backward},
     "Reentrant activation checkpointing": {refusals.second_gradient, refusals.unseen_outer_pass},
     "`gradient_clip_val` with": {
         checks.check_clipping,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from examples import bare_loop, fabric_loop
 from helpers import Block, Net, assert_equal, full, run_distributed
 from lightning_bwdopt import OptimizerInBackward
-from lightning_bwdopt.clipping import run_backward
+from lightning_bwdopt.passes import run_backward
 
 
 def make(net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from lightning_bwdopt import (
     OptimizerInBackward,
     SingleDeviceOptimInBwdStrategy,
 )
-from lightning_bwdopt.clipping import run_backward
+from lightning_bwdopt.passes import run_backward
 
 BAD_BATCHES = (2, 5)
 RANK = 1  # the rank whose loss is bad

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from helpers import assert_equal, run_distributed
 from lightning_bwdopt import OptimizerInBackward
+from lightning_bwdopt.clipping import total_norm
 from lightning_bwdopt.sharding import find_blocks, shard, units_of
 from lightning_bwdopt.views import ELEMENTWISE_OPTIMIZERS
 
@@ -126,6 +127,52 @@ def test_every_elementwise_class_on_uneven_and_empty_shards() -> None:
     assert run_distributed(check_same_as_dtensors) == [len(list(variants()))] * 2
     covered = {name for name, _ in variants()} | {name for name, _ in NOT_FOR_DTENSORS}
     assert covered == set(CLASSES)
+
+
+def check_partial_gradients() -> None:
+    """DTensors without FSDP2, as in tensor parallelism by hand: each rank has a part of a replicated weight's sum."""
+    noise = torch.Generator().manual_seed(torch.distributed.get_rank())
+    batches = [DTensor.from_local(torch.randn(4, 3, generator=noise), two_ranks(), [Shard(0)]) for _ in range(3)]
+    for kind, clip in (
+        (torch.optim.SGD, None),
+        (torch.optim.AdamW, ("norm", 0.5)),
+        (torch.optim.AdamW, ("value", 0.1)),
+    ):
+        results = []
+        for in_backward in (False, True):
+            weight = nn.Parameter(distribute_tensor(torch.ones(3, 2), two_ranks(), [Replicate()]))
+            optimizer = kind([weight], lr=0.1)
+            core = OptimizerInBackward(optimizer, clip=clip, grad_norm=True)
+            if in_backward:
+                core.attach()
+            norms = []
+            for batch in batches:
+                loss = (batch @ weight).square().sum().full_tensor()
+                if in_backward:
+                    core.backward(loss)
+                    norms.append(core.grad_norm)
+                    continue
+                loss.backward()
+                assert weight.grad is not None
+                assert weight.grad.placements[0].is_partial()
+                norms.append(total_norm([weight.grad]))
+                if clip == ("norm", 0.5):
+                    nn.utils.clip_grad_norm_([weight], 0.5)
+                elif clip:
+                    # torch clamps each rank's part of a partial sum.
+                    weight.grad = weight.grad.redistribute(placements=[Replicate()])
+                    nn.utils.clip_grad_value_([weight], 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append((norms, weight._local_tensor.detach(), portrait(optimizer.state_dict())))
+        if clip == ("norm", 0.5):
+            torch.testing.assert_close(results[1][1], results[0][1], rtol=0, atol=1e-6)
+        else:
+            assert_equal(results[1], results[0], f"{kind.__name__} {clip}")
+
+
+def test_gradients_that_are_partial_sums() -> None:
+    run_distributed(check_partial_gradients)
 
 
 class Training:
