@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_bwdopt.first_state import first_state
 from lightning_bwdopt.misfits import Misfit, Pairs, extra_entries, group_faults, listed, membership_faults, state_faults
-from lightning_bwdopt.selfcheck import first_state
 
 Convention = Literal["model", "group"]
 

@@ -106,7 +106,7 @@ def state_faults(
         pairs: Which is whose.
         state: The saved states by key.
         names: ``id(parameter) -> name``.
-        expected: What :func:`lightning_bwdopt.selfcheck.first_state` tells; ``None``: anything may do.
+        expected: What :func:`lightning_bwdopt.first_state.first_state` tells; ``None``: anything may do.
         foreign_entries: What :func:`extra_entries` tells.
     """
     if expected is None:

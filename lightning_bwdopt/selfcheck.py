@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_bwdopt import refusals
 from lightning_bwdopt.attached import AttachedOptimizer
-from lightning_bwdopt.views import StepView, plain_attributes, same_class, without_hooks
+from lightning_bwdopt.trials import OF_PARAMS, like
+from lightning_bwdopt.views import StepView, plain_attributes, without_hooks
 
 # Read in their source: each parameter's update depends on that parameter, its gradient, its state and its group alone.
 SEPARABLE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
@@ -37,7 +37,6 @@ SEPARABLE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
         torch.optim.SparseAdam,
     }
 )
-_OF_PARAMS = ("params", "param_names")  # entries of a group that are not hyperparameters
 # (learning rate, longest side of the first tensor, steps). At the user's rate a coupling can hide behind rounding; at
 # 1.0 the estimates of adaptive classes move: `DAdaptAdaGrad` shows itself in step 17. Some draw random numbers, or
 # quantize, for larger matrices only. The number of steps does not depend on the time: all ranks must agree.
@@ -123,12 +122,12 @@ class _Trial:
             kinds = [params[i % len(params)] for i in range(3 if len(optimizer.param_groups) == 1 else 2) if params]
             small = [_small(kind, 4 + i if i else size, noise) for i, kind in enumerate(kinds)]
             memo.update((id(p), small[i % len(small)]) for i, p in enumerate(params))
-            rest = {key: value for key, value in group.items() if key not in _OF_PARAMS}
+            rest = {key: value for key, value in group.items() if key not in OF_PARAMS}
             groups.append({"params": small, **copy.deepcopy(rest, memo)})
             if rate is not None and "lr" in group:
                 groups[-1]["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
         self.params = [p for group in groups for p in group["params"]]
-        self.optimizer = _like(optimizer, groups, memo)
+        self.optimizer = like(optimizer, groups, memo)
         self.real = AttachedOptimizer(self.optimizer)
 
     def numbers(self) -> str:
@@ -141,19 +140,6 @@ class _Trial:
         yield from self.params
         for param in self.params:
             yield from (value for value in self.optimizer.state[param].values() if isinstance(value, Tensor))
-
-
-def _like(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any] | None = None) -> Optimizer:
-    """An optimizer like this one for other parameters, without what its state keeps for them."""
-    trial = same_class(optimizer, groups)
-    for key, value in vars(optimizer).items():
-        if key not in ("param_groups", "state", "step") and not key.startswith("_optimizer_"):
-            setattr(trial, key, copy.deepcopy(value, memo))
-    own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    trial.state = defaultdict(dict, copy.deepcopy(own, memo))
-    if callable(switch := getattr(trial, "train", None)):  # schedule-free classes step in this mode only
-        switch()
-    return trial
 
 
 def _small(param: Tensor, size: int, noise: torch.Generator) -> Tensor:
@@ -186,46 +172,3 @@ class RandomNumbers:
         if self._device.type != "cpu":
             states.append(torch.get_device_module(self._device).get_rng_state(self._device))
         return states
-
-
-def first_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, bool]] | None:
-    """What a first step keeps for a parameter, learned from a step of small tensors.
-
-    Args:
-        optimizer: Nothing of it is changed.
-        groups: Hyperparameters to use in place of the groups' own, one dict for each group.
-
-    Returns:
-        ``(index of the group, dimensions of the parameter) -> {key: whether the value has the parameter's shape}``;
-        ``None`` where the optimizer does not step small tensors.
-    """
-    params: list[list[Tensor]] = []
-    small: list[dict[str, Any]] = []
-    for group, own in zip(groups, optimizer.param_groups, strict=True):
-        kinds = {p.ndim: p for p in own["params"]}
-        # Sides of different lengths tell a value of the parameter's shape from one row or column of it.
-        params.append(
-            [
-                torch.zeros(
-                    [3 + side for side in range(ndim)], dtype=kind.dtype, device=kind.device, requires_grad=True
-                )
-                for ndim, kind in kinds.items()
-            ]
-        )
-        settings = {key: copy.deepcopy(value) for key, value in {**own, **group}.items() if key not in _OF_PARAMS}
-        small.append({**settings, "params": params[-1]})
-    trial = _like(optimizer, small)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            for param in (p for members in params for p in members):
-                param.grad = torch.ones_like(param)
-            without_hooks(type(trial).step)(trial)
-        except Exception:
-            return None
-    return {
-        (index, param.ndim): {
-            key: isinstance(value, Tensor) and value.shape == param.shape for key, value in trial.state[param].items()
-        }
-        for index, members in enumerate(params)
-        for param in members
-    }
