@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bwdopt.trials import OF_PARAMS, like
+from lightning_bwdopt.trials import OF_PARAMS, like, undisturbed
 from lightning_bwdopt.views import without_hooks
 
 
@@ -40,7 +40,7 @@ def first_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[tupl
         settings = {key: copy.deepcopy(value) for key, value in {**own, **group}.items() if key not in OF_PARAMS}
         small.append({**settings, "params": params[-1]})
     trial = like(optimizer, small)
-    with torch.random.fork_rng(devices=[]):
+    with undisturbed(optimizer):
         try:
             for param in (p for members in params for p in members):
                 param.grad = torch.ones_like(param)

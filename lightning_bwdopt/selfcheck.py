@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_bwdopt import refusals
 from lightning_bwdopt.attached import AttachedOptimizer
-from lightning_bwdopt.trials import OF_PARAMS, like
+from lightning_bwdopt.trials import OF_PARAMS, like, undisturbed
 from lightning_bwdopt.views import StepView, plain_attributes, without_hooks
 
 # Read in their source: each parameter's update depends on that parameter, its gradient, its state and its group alone.
@@ -67,12 +65,7 @@ def _probe(optimizer: Optimizer) -> str | None:
     for value in vars(optimizer).values():
         if any(isinstance(part, Optimizer) for part in (value if isinstance(value, list | tuple) else (value,))):
             return "wraps another optimizer, which steps all of its parameters at once"
-    device = optimizer.param_groups[0]["params"][0].device
-    with ExitStack() as stack:
-        devices = [] if device.type == "cpu" else [device.index or 0]
-        stack.enter_context(torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type))
-        if "torch._dynamo" in sys.modules:  # a class that compiles its step would take seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with undisturbed(optimizer):
         for rate, size, steps in _PROBES:
             if reason := _compare(optimizer, rate, size, steps):
                 return reason

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,3 +29,16 @@ def like(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any
     if callable(switch := getattr(trial, "train", None)):  # schedule-free classes step in this mode only
         switch()
     return trial
+
+
+@contextmanager
+def undisturbed(optimizer: Optimizer) -> Iterator[None]:
+    """Leaves the random generators of the CPU and of the parameters' device as they are, and compiles nothing."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    device = next((param.device for param in params), torch.device("cpu"))
+    with ExitStack() as stack:
+        devices = [] if device.type == "cpu" else [device.index or 0]
+        stack.enter_context(torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type))
+        if "torch._dynamo" in sys.modules:  # a class that compiles its step would take seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from examples import compatibility
 from helpers import Net, assert_equal
 from lightning_bwdopt import OptimizerInBackward
+from lightning_bwdopt.first_state import first_state
+from lightning_bwdopt.selfcheck import RandomNumbers, check_optimizer
 
 
 class Plain(torch.optim.Optimizer):
@@ -231,6 +233,20 @@ def test_nothing_is_changed_and_nothing_large_is_copied(monkeypatch: pytest.Monk
     assert largest < 1000
     assert torch.equal(torch.get_rng_state(), random)
     assert_equal((net.state_dict(), optimizer.state_dict()), before)
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_steps_on_trial_leave_random_generators_alone(device: str) -> None:
+    weight = torch.ones(3, 2, device=device, requires_grad=True)
+    optimizer = Noisy([{"params": []}, {"params": [weight]}])
+    draws = RandomNumbers(weight.device)
+    assert first_state(optimizer, optimizer.param_groups) == {(1, 2): {}}
+    with pytest.raises(ValueError, match="draws random numbers"):
+        check_optimizer(optimizer)
+    assert not draws.drawn()
 
 
 def test_in_time() -> None:
