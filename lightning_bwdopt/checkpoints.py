@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_bwdopt import states, storage
+from lightning_bwdopt import sharding, states, storage
 from lightning_bwdopt.checkpoint_files import (
     CheckpointError,
     FileCheckpointIO,
@@ -142,6 +142,7 @@ class Checkpoints(Strategy):
         if len(saved) != len(self.optimizers):
             reason = f"it has the states of {len(saved)} optimizers, and there are {len(self.optimizers)}"
             raise self._misfit("the optimizers", [reason])
+        sharding.reshard(module)
         names = states.parameter_names(module)
         weights = {states.clean_name(name): value for name, value in weights.items()}
         matched = []

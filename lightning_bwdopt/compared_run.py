@@ -25,9 +25,9 @@ from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from lightning_bwdopt import sharding
 from lightning_bwdopt.callbacks import MODES, MemoryTimeline
 from lightning_bwdopt.configured import configured_ranks, configured_strategy
 from lightning_bwdopt.loops import accumulates
@@ -113,9 +113,7 @@ def _losses(trainer: Trainer, outputs: Any) -> dict[str, float]:
 
 def tensors(trainer: Trainer, module: LightningModule) -> dict[str, dict[str, Any]]:
     """This rank's part of the parameters and buffers, and of the optimizers' state, by name."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # after an evaluation the root's parameters are gathered still
+    sharding.reshard(module)
     held = {name: local_tensor(t.detach()) for name, t in (*module.named_parameters(), *module.named_buffers())}
     names = {id(p): name for name, p in module.named_parameters()}
     state: dict[str, Any] = {}

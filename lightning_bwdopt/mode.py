@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_bwdopt import checks, sharding
+from lightning_bwdopt import checks, sharding, states
 from lightning_bwdopt.arguments import GradientClipping, Granularity, NonFinite, check_choice
 from lightning_bwdopt.interruption import allow_checkpoints, withhold_checkpoints
 from lightning_bwdopt.loops import accumulates, toggled
@@ -103,7 +103,8 @@ class InBackwardStrategy(Strategy):
             return
         module = self.lightning_module
         assert module is not None
-        names = {id(p): name for name, p in module.named_parameters()}
+        sharding.reshard(module)
+        names = states.parameter_names(module)
         for core in self.optimizers_in_backward:
             core.parameter_names = names
             core.attach(calls_step=True)

@@ -241,6 +241,13 @@ def is_sharded(root: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in root.modules())
 
 
+def reshard(root: nn.Module) -> None:
+    """Puts the sharded parameters in place: after an evaluation forward the root still has its gathered ones there."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def named_units(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[tuple[str, list[Tensor]]]:
     """The parameters that step together: each FSDP module's own; without FSDP each block's, then each other module's.
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_bwdopt.views import shard_like
+from lightning_bwdopt import sharding
+from lightning_bwdopt.views import local_tensor, shard_like
 
 BUCKET_BYTES = 32 * 2**20  # what each rank sends in one collective; rank 0 holds this times the number of ranks
 _ALIGNMENT = 16  # of each tensor in a bucket: no dtype is wider
@@ -41,9 +41,6 @@ def clean_name(name: str) -> str:
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """``id(parameter) -> name``, in the order of ``module.parameters()``."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # after an evaluation forward the root still has its gathered parameters in place
     return {id(param): clean_name(name) for name, param in module.named_parameters()}
 
 
@@ -126,7 +123,7 @@ def _gather_bucket(bucket: Sequence[DTensor], mesh_dim: int, whole: dict[int, Te
     sizes = [_padded_bytes(tensor, mesh_dim) for tensor in bucket]
     packed = torch.zeros(sum(sizes), dtype=torch.uint8, device=mesh.device_type)
     for tensor, piece in zip(bucket, packed.split(sizes), strict=True):
-        content = tensor._local_tensor.detach().contiguous().flatten().view(torch.uint8)
+        content = local_tensor(tensor).detach().contiguous().flatten().view(torch.uint8)
         piece[: content.numel()].copy_(content)
     receives = dist.get_rank() == 0
     parts = [torch.empty_like(packed) for _ in ranks] if receives else None
@@ -171,7 +168,7 @@ def model_state(module: nn.Module, *, full: bool) -> dict[str, Any]:
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer, *, full: bool) -> dict[str, Any]:
-    """The optimizer's state dict as the ordinary FSDP2 run writes it. A collective call; changes nothing.
+    """The optimizer's state dict as the ordinary FSDP2 run writes it. A collective call; changes no value.
 
     Unlike ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, which steps an optimizer without state
     on zero gradients.
@@ -182,6 +179,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, *, full: bool) -> d
         full: Whole tensors on rank 0 (nothing on the others), parameters by their position in ``module.parameters()``
             and sorted; instead of this rank's DTensors, parameters by name and in the order of the groups.
     """
+    sharding.reshard(module)
     names = parameter_names(module)
     saved = optimizer.state_dict()
     # Lightning's re-keying (`FSDP.rekey_optim_state_dict`) leaves names where there is no state, as of SGD.
@@ -220,7 +218,7 @@ def placed_like(value: Tensor, target: Tensor) -> Tensor:
     placements = target.placements if value.shape == target.shape else [Replicate()] * mesh.ndim
     placed = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)  # `None`: no communication
     # The shard may be a view that keeps the whole tensor alive.
-    local = placed._local_tensor.to(target.device, copy=True)
+    local = local_tensor(placed).to(target.device, copy=True)
     if value.shape == target.shape:
         return shard_like(local, target)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=placed.stride())
@@ -233,6 +231,6 @@ def empty_like(value: Tensor, target: Tensor) -> Tensor:
     if value.ndim == 0:
         return torch.empty_like(value, device="cpu")
     if value.shape == target.shape:
-        return shard_like(torch.empty_like(target._local_tensor, dtype=value.dtype), target)
+        return shard_like(torch.empty_like(local_tensor(target), dtype=value.dtype), target)
     local = torch.empty_like(value, device=target.device)
     return DTensor.from_local(local, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False)

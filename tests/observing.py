@@ -12,10 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from helpers import Lit, assert_equal, full, loader, seeded, trainer
-from lightning_bwdopt import FSDPOptimInBwdStrategy, OptimInBwdMixin, SingleDeviceOptimInBwdStrategy
+from lightning_bwdopt import FSDPOptimInBwdStrategy, OptimInBwdMixin, SingleDeviceOptimInBwdStrategy, sharding
 
 LOOPS = ("automatic", "manual")  # the loops of the mode: a plain module's, the mixin's
 
@@ -136,9 +135,7 @@ def observe(
 
 def weights_of(model: LightningModule) -> dict[str, Tensor]:
     """Copies of the whole weights."""
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # after an evaluation the root's parameters are gathered still
+    sharding.reshard(model)
     return {name: full(p) for name, p in model.named_parameters()}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from checkpoint_runs import HALF, WHOLE, Mixed, Plain, fit, ours, read, sgd_with_momentum, single
 from helpers import assert_equal, full, loader, observables, run_distributed, seeded, trainer
-from lightning_bwdopt import OptimizerInBackward, states
+from lightning_bwdopt import OptimizerInBackward, sharding
 from lightning_bwdopt.checkpoints import consolidate
 
 # What saving must not do, and what Lightning's callbacks do with checkpoints -----------------------------------------
@@ -46,7 +46,7 @@ def validated(strategy: Strategy, variant: str, save: str | None, ranks: int) ->
     callbacks: Any = [SaveEverywhere(save)] if save else []
     run = trainer(strategy=strategy, devices=ranks, max_steps=WHOLE, val_check_interval=2, callbacks=callbacks)
     run.fit(module, loader(HALF, ranks=ranks), loader(1, ranks=ranks))
-    states.parameter_names(module)  # puts the shards in place, after the evaluation at the end
+    sharding.reshard(module)  # after the evaluation at the end
     return observables(module, run)
 
 

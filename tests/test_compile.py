@@ -37,6 +37,9 @@ class Compiled(Lit):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         torch.compiler.set_stance("fail_on_recompile" if batch_idx > 0 else "default")
+        for core in self.trainer.strategy.optimizers_in_backward:  # type: ignore[attr-defined]
+            names = core.parameter_names
+            assert [names[id(p)] for p in self.parameters()] == list(without_wrapper(dict(self.named_parameters())))
 
     def on_train_end(self) -> None:
         torch.compiler.set_stance("default")
