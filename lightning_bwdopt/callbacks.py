@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ class OptimInBwdMonitor(LearningRateMonitor):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         core = _cores(trainer).get(id(optimizer))
-        if core is None:
+        if core is None or core.has_held_gradients:  # it steps in `optimizer.step()`, which comes after this
             self._used[id(optimizer)] = [_snapshot(group) for group in optimizer.param_groups]
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._stepped += len(gradients)
@@ -197,20 +198,20 @@ class MemoryTimeline(Callback):
     def _begin(self, trainer: Trainer, module: LightningModule) -> None:
         parameters = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
         recording = Recording(memory_reader(trainer.strategy.root_device), parameters)
-        cores = _cores(trainer)
-        for core in cores.values():
+        for core in _cores(trainer).values():
             self._handles.append(core.register_unit_step_hooks(recording.before_step, recording.after_step))
         for optimizer in trainer.optimizers:
-            if id(optimizer) not in cores:
-                self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_stepped))
+            self._handles.append(optimizer.register_step_post_hook(partial(self._on_optimizer_stepped, trainer)))
         for _, param in parameters:
             self._handles.append(param.register_post_accumulate_grad_hook(recording.on_gradient))
         self._recording = recording
 
-    def _on_optimizer_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._recording is not None:
+    def _on_optimizer_stepped(self, trainer: Trainer, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._recording is None:
+            return
+        if id(optimizer) not in _cores(trainer):
             self._recording.note("step ends", type(optimizer).__name__)
-            self._recording.enter("")
+        self._recording.enter("")
 
     @override
     def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
@@ -224,8 +225,12 @@ class MemoryTimeline(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._recording is not None and id(optimizer) not in _cores(trainer):
+        if self._recording is None:
+            return
+        core = _cores(trainer).get(id(optimizer))
+        if core is None or core.has_held_gradients:
             self._recording.enter("optimizer step")
+        if core is None:  # otherwise its units say when they step
             self._recording.note("step begins", type(optimizer).__name__)
 
     @override

@@ -24,6 +24,7 @@ from torch import Tensor
 from helpers import Lit, assert_equal, loader, seeded, trainer
 from lightning_bwdopt.callbacks import OptimInBwdMonitor
 from observing import LOOPS, assert_same_runs, observe, strategy_of, with_mixin
+from test_manual import UntoggledGan
 
 EPOCHS: dict[str, Any] = {"max_steps": -1, "max_epochs": 3, "batches": 3}
 
@@ -262,6 +263,27 @@ def test_monitor_logs_the_norm_and_the_count_of_an_ordinary_run(loop: str, accum
     assert [step for step, _ in norms] == [step for step, _ in expected]
     assert len(norms) == 4
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected), rtol=1e-6, atol=0)  # another order of sums
+
+
+class UntoggledScheduledGan(UntoggledGan):
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+
+def test_monitor_logs_held_gradients_as_those_of_an_ordinary_run() -> None:
+    ordinary, run = (
+        observe(loop, UntoggledScheduledGan, callbacks=lambda: [OptimInBwdMonitor(log_grad_norm=True)], max_steps=6)
+        for loop in ("ordinary", "automatic")
+    )
+    assert_equal(run["logged"], ordinary["logged"])
+    assert len(_logged(run, "grad_norm")) == 4  # every second batch makes two steps
+    assert [rate for _, rate in _logged(run, "lr-AdamW")] == [0.01, 0.005, 0.0025, 0.00125]
 
 
 def test_monitor_without_a_logger_is_refused() -> None:

@@ -137,30 +137,47 @@ def test_two_ranks(tmp_path: Path) -> None:
 class Rivals(Lit):
     """Two optimizers, stepped by the module itself."""
 
+    toggles = True
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
             self.manual_backward(self.net(batch[0]).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.blocks.parameters()), torch.optim.Adam(self.net.head.parameters())
 
 
+class UntoggledRivals(Rivals):
+    toggles = False
+
+
+@pytest.mark.filterwarnings("ignore:`manual_backward` was called with 2 optimizers and none toggled")
+@pytest.mark.parametrize("module", [Rivals, UntoggledRivals])
 @pytest.mark.parametrize("enabled", [False, True])
-def test_several_optimizers_stepped_by_the_module(tmp_path: Path, enabled: bool) -> None:
-    callback = MemoryTimeline(step=3, dirpath=tmp_path)  # a batch counts two steps
+def test_several_optimizers_stepped_by_the_module(tmp_path: Path, enabled: bool, module: type[Rivals]) -> None:
+    callback = MemoryTimeline(step=3, dirpath=tmp_path, draw=False)  # a batch counts two steps
     run = trainer(strategy=strategy_of("automatic" if enabled else "ordinary"), max_steps=8, callbacks=[callback])
-    run.fit(seeded(Rivals), loader())
+    run.fit(seeded(module), loader())
     assert callback.file is not None
     samples = timeline.read_csv(callback.file)
-    if enabled:
+    if enabled and not module.toggles:  # the gradients wait for `optimizer.step()`
+        assert kinds(samples) == ["forward", "backward", "optimizer step"] * 2
+        first, second = [span for span in timeline.phases(samples) if span.name == "optimizer step"]
+        steps = list(timeline.steps(samples))
+        assert [step.name for step in steps] == ["net.blocks.0", "net.blocks.1", "net.blocks.2", "net.head"]
+        assert all(first.start_ms <= step.start_ms < step.end_ms <= first.end_ms for step in steps[:3])
+        assert second.start_ms <= steps[3].start_ms < steps[3].end_ms <= second.end_ms
+    elif enabled:
         assert kinds(samples) == ["forward", "backward"] * 2
         # of the first loss and the second one
         names = [step.name for step in timeline.steps(samples)]
