@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from lightning_bwdopt.differences import Difference
 from lightning_bwdopt.process_memory import PROMPT_ALLOCATOR
 
 _OUTPUTS = {"report.html", "report.json", "ordinary.log", "in_backward.log"}
+_WORK = ".runs-"  # what a folder of the runs' own figures begins with; one is left by a process that is killed
 
 
 def _differences(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, Difference]:
@@ -108,7 +110,7 @@ def compare(args: Sequence[str], steps: int, out: Path, tolerance: float = 0.0) 
         RunFailedError: one of the trainings failed.
     """
     # Beside the report, where the user expects data to go, since the weights may not fit into `/tmp`.
-    with tempfile.TemporaryDirectory(dir=out, prefix=".runs-") as work, tqdm(total=2 * steps, unit="step") as bar:
+    with tempfile.TemporaryDirectory(dir=out, prefix=_WORK) as work, tqdm(total=2 * steps, unit="step") as bar:
         folders, runs = [Path(work) / mode.replace(" ", "_") for mode in MODES], []
         for mode, folder in zip(MODES, folders, strict=True):
             bar.set_description(mode)
@@ -119,7 +121,7 @@ def compare(args: Sequence[str], steps: int, out: Path, tolerance: float = 0.0) 
 
 
 def prepare(out: Path) -> None:
-    """Makes the folder of the report; an earlier report there is removed.
+    """Makes the folder of the report; an earlier report there is removed, and what a killed run has left.
 
     Raises:
         ValueError: it holds something else.
@@ -127,9 +129,12 @@ def prepare(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"`--out {out}` is a file. Pass a folder, which is made if need be.")
     out.mkdir(parents=True, exist_ok=True)
-    others = sorted({path.name for path in out.iterdir()} - _OUTPUTS)
+    left = list(out.glob(f"{_WORK}*"))
+    others = sorted({path.name for path in out.iterdir()} - _OUTPUTS - {path.name for path in left})
     if others:
         raise ValueError(f"`--out {out}` holds `{others[0]}`, which is no report of this command. Pass another folder.")
+    for folder in left:
+        shutil.rmtree(folder)
     for name in _OUTPUTS:
         (out / name).unlink(missing_ok=True)
 

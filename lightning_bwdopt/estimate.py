@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_bwdopt import plots
 from lightning_bwdopt.measured_step import StepMemory
 from lightning_bwdopt.memory import CATEGORIES, MIB, PHASES
 from lightning_bwdopt.simulation import simulate
@@ -146,13 +147,11 @@ def main(args: list[str]) -> int:
         help="build the model with its weights first (takes that memory here), for one that cannot be built without",
     )
     options, rest = parser.parse_known_args(args)
-    if options.plot:
-        from lightning_bwdopt import plots
-
-        plots.need_matplotlib("--plot")
     try:
+        if options.plot:
+            plots.need_matplotlib("--plot")
         result = estimate(rest, world_size=options.world_size, real_weights=options.real_weights)
-    except (ValueError, RuntimeError) as error:
+    except (ModuleNotFoundError, ValueError, RuntimeError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(result.table())
     if options.json:

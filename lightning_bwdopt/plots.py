@@ -33,8 +33,8 @@ def need_matplotlib(what: str) -> None:
     """
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            f"`{what}` draws with matplotlib, which is not installed. Install it, or this package's extra `plot`:"
-            " `pip install 'lightning_bwdopt[plot]'`."
+            f"`{what}` draws with matplotlib, which is not installed. Run `pip install matplotlib`; in a checkout of"
+            ' this package, `pip install -c constraints.txt ".[plot]"` takes the version that the tests ran with.'
         )
 
 

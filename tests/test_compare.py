@@ -139,7 +139,7 @@ def test_broken_parity_is_found(
 ) -> None:
     monkeypatch.setattr(compare, "run", in_this_process)  # the processes start in the test of equal runs
     out = tmp_path / "report"
-    out.mkdir()
+    (out / ".runs-killed" / "ordinary").mkdir(parents=True)
     (out / "report.html").write_text("an earlier one")
     args = config(tmp_path, "test_compare.Cheats")
     assert compare.main([*args, "--steps=4", f"--out={out}"]) == 1
@@ -152,6 +152,7 @@ def test_broken_parity_is_found(
     assert losses["ordinary"]["loss"][:2] == losses["in_backward"]["loss"][:2]
     assert losses["in_backward"]["loss"][2] == 2 * losses["ordinary"]["loss"][2]
     assert "Parity is broken" in (out / "report.html").read_text()
+    assert not list(out.glob(".runs-*"))
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +184,7 @@ def test_what_cannot_be_compared_is_refused(
 
 def test_other_files_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.txt").write_text("all of it")
+    (tmp_path / ".runs-killed").mkdir()
     for out, message in (
         (tmp_path, "holds `thesis.txt`, which is no report of this command"),
         (tmp_path / "thesis.txt", "is a file. Pass a folder"),
@@ -190,7 +192,7 @@ def test_other_files_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit, match="2"):
             compare.main(["--config=none.yaml", f"--out={out}"])
         assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".runs-killed", "thesis.txt"]
 
 
 def test_arguments_are_checked_before_anything_runs(

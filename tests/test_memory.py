@@ -482,6 +482,12 @@ def test_missing_parts_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_MISSING", ImportError("no fake_pg"))
     with pytest.raises(RuntimeError, match="simulated with torch `.*no fake_pg"):
         MemoryTracker()
+
+
+def test_command_says_that_it_needs_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"`--plot` draws with matplotlib.*lightning_bwdopt\[plot\]"):
-        plots.need_matplotlib("--plot")
+    with pytest.raises(SystemExit, match="2"):
+        estimate.main(["--config=none.yaml", f"--plot={tmp_path / 'memory.png'}"])
+    assert "lightning-bwdopt estimate: `--plot` draws with matplotlib, which is" in capsys.readouterr().err
