@@ -26,7 +26,7 @@ FSDP1_ARGUMENTS = {
     "forward_prefetch": "call `set_modules_to_forward_prefetch` on the sharded modules in `configure_model`",
     "backward_prefetch": "leave it out: FSDP2 prefetches in backward by itself",
     "sync_module_states": "leave it out: seed every rank alike, or load a checkpoint",
-    "activation_checkpointing": "use `activation_checkpointing_policy`, a set of module classes",
+    "activation_checkpointing": "use `activation_checkpointing_policy`, a set of module classes or a callable",
     "save_distributed_checkpoint": "use `state_dict_type`: `'sharded'` or `'full'`",
     "process_group": "use `device_mesh` with `sharding_strategy='HYBRID_SHARD'`",
     "param_init_fn": "build the model in `configure_model`",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import override
@@ -41,7 +39,8 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         auto_wrap_policy: Which modules are sharded by themselves: a set of classes, a callable that is given a
             module, or a policy of ``torch.distributed.fsdp.wrap``. ``None``: the repeated blocks, found. Ignored where
             ``configure_model`` applied ``fully_shard``.
-        activation_checkpointing_policy: Classes of modules whose activations are recomputed in backward.
+        activation_checkpointing_policy: Whose activations are recomputed in backward; as ``auto_wrap_policy``, but
+            ``None``: nobody's.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"`` (parameters stay gathered between forward and
             backward) or ``"HYBRID_SHARD"`` (sharded inside groups of ranks, replicated across them).
         device_mesh: ``(replicate, shard)`` sizes for ``"HYBRID_SHARD"``.
@@ -78,7 +77,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         *,
         enabled: bool = True,
         auto_wrap_policy: sharding.WrapPolicy | None = None,
-        activation_checkpointing_policy: Collection[type[nn.Module]] | None = None,
+        activation_checkpointing_policy: sharding.WrapPolicy | None = None,
         sharding_strategy: ShardingStrategy = "FULL_SHARD",
         device_mesh: tuple[int, int] | None = None,
         cpu_offload: bool | CPUOffloadPolicy = False,
@@ -198,7 +197,8 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         self.barrier()
 
         if trainer.state.fn == TrainerFn.FITTING:
-            log_units(sharding.named_units(module))
+            if self.enabled:
+                log_units(sharding.named_units(module))
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:
@@ -241,10 +241,11 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
                 sharding.shard(child, [block for block in blocks if block in inside], root_reshards=True, **options)
         else:
             sharding.shard(module, blocks, root_steps=True, **options)
-        if self.sharding_strategy == "HYBRID_SHARD" and self.enabled:
-            rank_zero_warn(
+        if self.sharding_strategy == "HYBRID_SHARD" and self.enabled and module.trainer.state.fn == TrainerFn.FITTING:
+            self._warn(
+                "hybrid",
                 "`sharding_strategy='HYBRID_SHARD'`: FSDP2 keeps every unit's all-reduce buffer until backward ends, so"
-                " stepping in backward gives the ordinary result and saves no memory."
+                " stepping in backward gives the ordinary result and saves no memory.",
             )
 
     def _offload_policy(self) -> OffloadPolicy:

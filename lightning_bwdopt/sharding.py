@@ -42,7 +42,7 @@ def find_blocks(root: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Mo
         TypeError: an entry that is no module class.
         ValueError: a policy that matches nothing.
     """
-    matches = _automatic(root) if policy is None else _matching(root, policy)
+    matches = _automatic(root) if policy is None else _matching(root, policy, "auto_wrap_policy")
     wanted = {id(module) for module in matches if module is not root and _can_be_unit(module)}
     blocks = [module for module in root.modules() if id(module) in wanted]
     if policy is not None and not blocks:
@@ -91,15 +91,16 @@ def _outermost(module: nn.Module, is_block: Callable[[nn.Module], bool]) -> Iter
             yield from _outermost(child, is_block)
 
 
-def _matching(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
+def _matching(root: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Module]:
+    """The modules that a policy picks; ``argument`` is where the user passed it."""
     if isinstance(policy, CustomPolicy):
         # Its only interface, private in torch 2.13: a dict from the modules to wrap to FSDP1 arguments for each.
         chosen = policy._run_policy(root, ignored_modules=set(), root_kwargs={})
         if arguments := next((arguments for arguments in chosen.values() if arguments), None):
             raise ValueError(
-                f"`auto_wrap_policy` is a `CustomPolicy` that returns the FSDP1 arguments `{arguments!r}` for a module,"
-                " and all units of this strategy have the same options. Return `True` instead, or apply `fully_shard`"
-                " yourself in `configure_model`."
+                f"`{argument}` is a `CustomPolicy` that returns the FSDP1 arguments `{arguments!r}` for a module, and"
+                " all modules that it picks are treated alike here. Return `True` instead, or do it yourself in"
+                " `configure_model`."
             )
         return list(chosen)
     if not callable(policy):
@@ -107,7 +108,7 @@ def _matching(root: nn.Module, policy: WrapPolicy) -> list[nn.Module]:
         for entry in classes:
             if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
                 raise TypeError(
-                    f"`auto_wrap_policy` has the entry `{entry!r}`, which is not a module class. Name classes, as in"
+                    f"`{argument}` has the entry `{entry!r}`, which is not a module class. Name classes, as in"
                     " `{torch.nn.TransformerEncoderLayer}`."
                 )
         return [module for module in root.modules() if isinstance(module, classes)]
@@ -214,16 +215,22 @@ def called_children(module: nn.Module) -> list[nn.Module]:
     return children
 
 
-def checkpoint_activations(root: nn.Module, classes: Collection[type[nn.Module]]) -> None:
-    """Recomputes the activations of modules of these classes in backward (non-reentrant; names stay as they are).
+def checkpoint_activations(root: nn.Module, policy: WrapPolicy) -> None:
+    """Recomputes the activations of some modules in backward (non-reentrant; names stay as they are).
+
+    Args:
+        root: Any module.
+        policy: Which of the modules inside it, as in :func:`find_blocks`.
 
     Raises:
-        ValueError: no module is of these classes.
+        TypeError: an entry that is no module class.
+        ValueError: a policy that matches nothing.
     """
-    modules = [module for module in root.modules() if isinstance(module, tuple(classes))]
+    matches = _matching(root, policy, "activation_checkpointing_policy")
+    modules = [module for module in matches if module is not root]
     if not modules:
         raise ValueError(
-            f"`activation_checkpointing_policy={classes!r}` matches no module of `{type(root).__name__}`, so no"
+            f"`activation_checkpointing_policy={policy!r}` matches no module of `{type(root).__name__}`, so no"
             " activation would be recomputed. Name the classes of its blocks, or leave the argument out."
         )
     for module in modules:

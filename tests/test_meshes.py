@@ -73,6 +73,7 @@ def check_hybrid() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_equal(fit(Lit, hybrid(), 4), expected)
+        trainer(strategy=hybrid(), devices=4).validate(seeded(Lit), loader(1, ranks=4), verbose=False)
     said = [str(w.message) for w in caught if "saves no memory" in str(w.message)]
     assert len(said) == (dist.get_rank() == 0)
     check_norms(Even, hybrid, [0, 1, 2, 3], [(0.05, 1)])

@@ -86,6 +86,7 @@ def check_adapters() -> None:
     start = dict(seeded(Adapted).named_parameters())
     moved = {name for name, weight in expected["weights"].items() if not torch.equal(weight, start[name])}
     assert moved == {name for name in start if ".lora_" in name}
+    assert not any("are trainable. Their gradients take" in line for line in lines.said)  # the mode is off
     for granularity in ("unit", "parameter"):
         lines.said.clear()
         assert_equal(fit(Adapted, granularity=granularity), expected)

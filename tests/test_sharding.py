@@ -151,6 +151,24 @@ def test_policy_that_matches_nothing() -> None:
         sharding.find_blocks(Net(), {"Block"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="activation_checkpointing_policy.*matches no module"):
         sharding.checkpoint_activations(Net(), {nn.Conv2d})
+    with pytest.raises(TypeError, match="`activation_checkpointing_policy` has the entry `'Block'`"):
+        sharding.checkpoint_activations(Net(), {"Block"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{Block}, lambda module: isinstance(module, Block), ModuleWrapPolicy({Block})],
+    ids=["classes", "callable", "wrap_policy"],
+)
+def test_activations_of_chosen_modules_are_recomputed(policy: sharding.WrapPolicy) -> None:
+    net, called = Net(), []
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda module, _: called.append(module))
+    sharding.checkpoint_activations(net, policy)
+    net(torch.randn(2, 6)).sum().backward()
+    assert [called.count(net.stem), called.count(net.head)] == [1, 1]
+    assert all(called.count(layer) == 2 for block in net.blocks for layer in (block.inner, block.outer))
 
 
 def test_units_on_one_device_cover_each_parameter_once() -> None:
