@@ -99,8 +99,6 @@ def seconds(trainer: Trainer, path: Path) -> float:
 
 def measure(kind: str, rounds: int, toy: bool, folder: str, device: torch.device) -> dict[str, Any]:
     """Rank 0's seconds of each save, and the size of one."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": "0"}
     os.environ.update(here, TORCHELASTIC_RUN_ID="benchmark")  # Lightning takes the processes for those of `torchrun`
@@ -121,6 +119,13 @@ def measure(kind: str, rounds: int, toy: bool, folder: str, device: torch.device
     return {"kind": kind, "ranks": dist.get_world_size(), "mib": round(mib), "seconds": times}
 
 
+def measure_quietly(*args: Any) -> dict[str, Any]:
+    """:func:`measure` in a process of its own."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return measure(*args)
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(prog="python -m examples.benchmark_saves", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -133,7 +138,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     report = []
     for kind in options.kinds:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            result = launch(options.ranks, "cpu", measure, kind, options.rounds, options.toy, folder)
+            result = launch(options.ranks, "cpu", measure_quietly, kind, options.rounds, options.toy, folder)
         times = result.pop("seconds")
         result["ways"] = {
             way: {"s": summary(spent), "ratio": summary([a / b for a, b in zip(spent, times[STOCK], strict=True)])}
