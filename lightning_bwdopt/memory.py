@@ -1,6 +1,6 @@
 """The memory of a training step, counted storage by storage: on real tensors, or on fake ones that have none.
 
-Names of torch that are private, or for its own tests, are imported here and nowhere else.
+What torch has for this is private, or for its own tests: without it the rest of the package works.
 """
 
 from __future__ import annotations
