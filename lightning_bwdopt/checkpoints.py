@@ -23,13 +23,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bwdopt import sharding, states, storage
-from lightning_bwdopt.checkpoint_files import (
-    CheckpointError,
-    FileCheckpointIO,
-    consolidate,
-    equalize_counters,
-    explaining,
-)
+from lightning_bwdopt.checkpoint_errors import CheckpointError, explaining
+from lightning_bwdopt.checkpoint_files import FileCheckpointIO
+from lightning_bwdopt.consolidation import consolidate
+from lightning_bwdopt.counters import equalize_counters
 from lightning_bwdopt.folders import MODEL_KEY, Folder
 from lightning_bwdopt.matching import Convention, matched_state
 from lightning_bwdopt.misfits import Misfit

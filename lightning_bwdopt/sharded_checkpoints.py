@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bwdopt import states, storage
-from lightning_bwdopt.checkpoint_files import CheckpointError, equalize_counters, explaining
+from lightning_bwdopt.checkpoint_errors import CheckpointError, explaining
 from lightning_bwdopt.checkpoints import Checkpoints, changed
+from lightning_bwdopt.counters import equalize_counters
 from lightning_bwdopt.folders import MODEL_KEY, Folder, FolderWriter, check_replaceable
 from lightning_bwdopt.misfits import model_faults
 

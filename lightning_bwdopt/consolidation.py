@@ -1,0 +1,45 @@
+"""One file from a sharded checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_bwdopt import storage
+from lightning_bwdopt.checkpoint_errors import explaining
+from lightning_bwdopt.folders import Folder, check_replaceable
+
+
+def consolidate(folder: str | Path, file: str | Path) -> Path:
+    """Turns a sharded checkpoint into one file, in a single process and without the model.
+
+    The file resumes on any strategy of this package and on Lightning's single-device and DDP strategies, and is what
+    ``LightningModule.load_from_checkpoint`` reads.
+
+    Args:
+        folder: What ``state_dict_type="sharded"`` wrote, here or with Lightning's ``ModelParallelStrategy``.
+        file: Where the file goes; what is there is replaced.
+
+    Returns:
+        ``file``, as a path.
+
+    Raises:
+        CheckpointError: ``folder`` is not a complete sharded checkpoint.
+
+    Example::
+
+        module = Lit.load_from_checkpoint(consolidate("last.ckpt", "last.file.ckpt"))
+        module.model.save_pretrained("exported")  # safetensors, where the model is one of `transformers`
+    """
+    with explaining(folder):
+        checkpoint = Folder(Path(folder), alone=True).read_whole()
+    for state in checkpoint.get("optimizer_states", []):
+        names = [name for group in state["param_groups"] for name in group["params"]]
+        numbers = {name: number for number, name in enumerate(names)}
+        state["state"] = {
+            numbers[name]: entry for name, entry in sorted(state["state"].items(), key=lambda e: numbers[e[0]])
+        }
+        for group in state["param_groups"]:
+            group["params"] = [numbers[name] for name in group["params"]]
+    check_replaceable(Path(file))
+    storage.write_file(checkpoint, Path(file))
+    return Path(file)
