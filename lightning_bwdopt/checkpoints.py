@@ -26,7 +26,7 @@ from lightning_bwdopt import sharding, states, storage
 from lightning_bwdopt.checkpoint_errors import CheckpointError, explaining
 from lightning_bwdopt.checkpoint_files import FileCheckpointIO
 from lightning_bwdopt.consolidation import consolidate
-from lightning_bwdopt.counters import equalize_counters
+from lightning_bwdopt.counters import equalize_saved
 from lightning_bwdopt.folders import MODEL_KEY, Folder
 from lightning_bwdopt.matching import Convention, matched_state
 from lightning_bwdopt.misfits import Misfit
@@ -69,7 +69,7 @@ class Checkpoints(Strategy):
         with self._together():
             checkpoint = self._read(path, weights_only)
             self._check_contents(checkpoint)
-        equalize_counters(checkpoint)
+        equalize_saved(checkpoint)
         return checkpoint
 
     def _read(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_bwdopt import checks
+from lightning_bwdopt.counters import equalize
 from lightning_bwdopt.loops import accumulates
 
 if TYPE_CHECKING:
@@ -116,9 +117,7 @@ class InBackwardBatch(_ManualOptimization):
         # A checkpoint of the automatic loop has not counted in the manual one, nor the other way round.
         manual = epoch_loop.manual_optimization.optim_step_progress
         shared = epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        for counter in ("ready", "completed"):
-            steps = max(getattr(shared.total, counter), getattr(manual.total, counter))
-            setattr(shared.total, counter, steps)
+        equalize(vars(shared.total), vars(manual.total))
         batch.optim_step_progress = shared
         epoch_loop.manual_optimization = batch
 

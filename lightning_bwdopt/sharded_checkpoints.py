@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_bwdopt import states, storage
 from lightning_bwdopt.checkpoint_errors import CheckpointError, explaining
 from lightning_bwdopt.checkpoints import Checkpoints, changed
-from lightning_bwdopt.counters import equalize_counters
+from lightning_bwdopt.counters import equalize_saved
 from lightning_bwdopt.folders import MODEL_KEY, Folder, FolderWriter, check_replaceable
 from lightning_bwdopt.misfits import model_faults
 
@@ -124,7 +124,7 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
         self._checkpoint_path = path
         with explaining(path):
             checkpoint = self._load_folder(Path(path), weights_only)
-        equalize_counters(checkpoint)
+        equalize_saved(checkpoint)
         return checkpoint
 
     @staticmethod
