@@ -2,6 +2,9 @@
 
 from importlib.metadata import version
 
+from lightning_bwdopt.checkpoint_errors import CheckpointError
+from lightning_bwdopt.consolidation import consolidate
+from lightning_bwdopt.loading import load_pretrained
 from lightning_bwdopt.mixin import OptimInBwdMixin
 from lightning_bwdopt.optimizer import OptimizerInBackward
 from lightning_bwdopt.rates import get_lr
@@ -12,11 +15,14 @@ from lightning_bwdopt.strategies import (
 )
 
 __all__ = [
+    "CheckpointError",
     "FSDPOptimInBwdStrategy",
     "OptimInBwdMixin",
     "OptimizerInBackward",
     "SingleDeviceOptimInBwdStrategy",
+    "consolidate",
     "get_lr",
+    "load_pretrained",
 ]
 __version__ = version("lightning_bwdopt")
 

@@ -128,7 +128,7 @@ def check_on_meta(names: Sequence[str]) -> None:
         raise RuntimeError(
             f"{len(names)} parameters or buffers are on the `meta` device, without data, after `configure_model`:"
             f" {', '.join(f'`{name}`' for name in names[:5])}{', …' if len(names) > 5 else ''}. Load them there"
-            " (`lightning_bwdopt.loading.load_pretrained`), or give their module a `reset_parameters` method, which is"
+            " (`lightning_bwdopt.load_pretrained`), or give their module a `reset_parameters` method, which is"
             " called to fill them."
         )
 

@@ -217,7 +217,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         """Shards the LightningModule as the strategy does after ``configure_model``, for calling it in that hook.
 
         Needed only where weights are loaded into a model built on the meta device
-        (:func:`lightning_bwdopt.loading.load_pretrained`). Does nothing where ``fully_shard`` has been applied.
+        (:func:`lightning_bwdopt.load_pretrained`). Does nothing where ``fully_shard`` has been applied.
         """
         module = self.lightning_module
         assert module is not None

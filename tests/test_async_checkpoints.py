@@ -17,9 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_runs import Plain, fit, ours, read, single
 from helpers import assert_equal, run_distributed, seeded
-from lightning_bwdopt import storage
+from lightning_bwdopt import consolidate, storage
 from lightning_bwdopt.checkpoint_files import FileCheckpointIO
-from lightning_bwdopt.checkpoints import consolidate
 from lightning_bwdopt.folders import Folder, FolderWriter
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from checkpoint_runs import WHOLE, Plain, fit, lion, ours, read, sgd, sgd_with_momentum, single
 from helpers import assert_equal, full, loader, run_distributed, seeded, trainer
-from lightning_bwdopt.checkpoints import CheckpointError
+from lightning_bwdopt import CheckpointError
 
 Change = Callable[[dict[str, Any]], None]
 

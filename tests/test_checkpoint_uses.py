@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from checkpoint_runs import HALF, WHOLE, Mixed, Plain, fit, ours, read, sgd_with_momentum, single
 from helpers import assert_equal, full, loader, observables, run_distributed, seeded, trainer
-from lightning_bwdopt import OptimizerInBackward, sharding
-from lightning_bwdopt.checkpoints import consolidate
+from lightning_bwdopt import OptimizerInBackward, consolidate, sharding
 
 # What saving must not do, and what Lightning's callbacks do with checkpoints -----------------------------------------
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from checkpoint_runs import Plain, fit, ours, read, single
 from examples.causal_lm import CausalLM
 from helpers import assert_equal, run_distributed, seeded, trainer
-from lightning_bwdopt.checkpoints import CheckpointError, consolidate
+from lightning_bwdopt import CheckpointError, consolidate
 from tiny_recipe import TINY
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import test_checkpoints
 from helpers import Lit, Net, assert_equal, full, loader, observables, run_distributed, seeded, trainer
-from lightning_bwdopt import FSDPOptimInBwdStrategy
-from lightning_bwdopt.loading import load_pretrained
+from lightning_bwdopt import FSDPOptimInBwdStrategy, load_pretrained
 from test_loading import save_in_parts
 from test_models import Lines
 from test_scale import fit, stock
