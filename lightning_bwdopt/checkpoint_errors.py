@@ -5,12 +5,11 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from torch.distributed.checkpoint import CheckpointException
 
+from lightning_bwdopt import storage
 from lightning_bwdopt.folders import NotStored
 
 
@@ -38,4 +37,5 @@ def explaining(path: _PATH) -> Iterator[None]:
 
 
 def _is_no_archive(path: _PATH) -> bool:
-    return _is_local_file_protocol(path) and Path(path).is_file() and not zipfile.is_zipfile(path)
+    local = storage.local_path(path)
+    return local is not None and local.is_file() and not zipfile.is_zipfile(local)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
@@ -26,11 +24,12 @@ class FileCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
-        if storage_options is not None or not _is_local_file_protocol(path):
+        local = storage.local_path(path)
+        if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        check_replaceable(Path(path))
-        storage.write_file(checkpoint, Path(path))
+        check_replaceable(local)
+        storage.write_file(checkpoint, local)
 
     @override
     def load_checkpoint(
@@ -39,14 +38,15 @@ class FileCheckpointIO(TorchCheckpointIO):
         map_location: Callable | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if not _is_local_file_protocol(path) or not Path(path).is_file():
+        local = storage.local_path(path)
+        if local is None or not local.is_file():
             return super().load_checkpoint(path, map_location, weights_only)
-        mapped = zipfile.is_zipfile(path)  # torch's old format cannot be mapped
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mapped)
+        mapped = zipfile.is_zipfile(local)  # torch's old format cannot be mapped
+        return torch.load(local, map_location=map_location, weights_only=weights_only, mmap=mapped)
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
-        if _is_local_file_protocol(path):
-            storage.remove(Path(path))
-        else:
+        if (local := storage.local_path(path)) is None:
             super().remove_checkpoint(path)
+        else:
+            storage.remove(local)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -74,10 +72,10 @@ class Checkpoints(Strategy):
 
     def _read(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
         with explaining(path):
-            if _is_local_file_protocol(path):
-                storage.recover(Path(path))
-                if Path(path).is_dir():
-                    return Folder(Path(path), alone=True).read_whole(weights_only)
+            if (local := storage.local_path(path)) is not None:
+                storage.recover(local)
+                if local.is_dir():
+                    return Folder(local, alone=True).read_whole(weights_only)
             return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
     def _check_contents(self, checkpoint: Any) -> None:

@@ -30,8 +30,10 @@ def consolidate(folder: str | Path, file: str | Path) -> Path:
         module = Lit.load_from_checkpoint(consolidate("last.ckpt", "last.file.ckpt"))
         module.model.save_pretrained("exported")  # safetensors, where the model is one of `transformers`
     """
+    reason = "a sharded checkpoint is read, and its file written, on this machine. Copy it here"
+    source, target = storage.needs_local(folder, reason), storage.needs_local(file, reason)
     with explaining(folder):
-        checkpoint = Folder(Path(folder), alone=True).read_whole()
+        checkpoint = Folder(source, alone=True).read_whole()
     for state in checkpoint.get("optimizer_states", []):
         names = [name for group in state["param_groups"] for name in group["params"]]
         numbers = {name: number for number, name in enumerate(names)}
@@ -40,6 +42,6 @@ def consolidate(folder: str | Path, file: str | Path) -> Path:
         }
         for group in state["param_groups"]:
             group["params"] = [numbers[name] for name in group["params"]]
-    check_replaceable(Path(file))
-    storage.write_file(checkpoint, Path(file))
-    return Path(file)
+    check_replaceable(target)
+    storage.write_file(checkpoint, target)
+    return target

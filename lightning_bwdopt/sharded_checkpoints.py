@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -69,7 +68,8 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
         path = self.broadcast(filepath)  # rank 0's: the others may have made up another name
         if not self._save_distributed_checkpoint:
             with self._together():
-                check_replaceable(Path(path))
+                if (local := storage.local_path(path)) is not None:
+                    check_replaceable(local)
             Strategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
         if storage_options is not None:
@@ -77,16 +77,16 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
                 f"`storage_options={storage_options!r}` is for checkpoint files, and `state_dict_type='sharded'` writes"
                 " folders to the local file system. Leave it out, or use `'full'`."
             )
+        folder = storage.needs_local(path, "`state_dict_type='sharded'` writes folders there. Use `'full'`")
         self._writer.wait()
-        path = Path(path)
         with self._together():
-            check_replaceable(path)
+            check_replaceable(folder)
             if self.is_global_zero:
-                storage.remove(storage.partial_path(path))
+                storage.remove(storage.partial_path(folder))
         state = {MODEL_KEY: checkpoint.pop(MODEL_KEY)}
         for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer_state
-        self._writer.save(state, checkpoint, path, beside=self._saves_beside())
+        self._writer.save(state, checkpoint, folder, beside=self._saves_beside())
 
     def _saves_beside(self) -> bool:
         """Whether training goes on while a folder is written: as asked for with Lightning's plugin for files."""
@@ -118,21 +118,23 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         self._writer.wait()
         self._loaded_optimizers = None
-        path, is_folder = self.broadcast((checkpoint_path, self.is_global_zero and self._finds_folder(checkpoint_path)))
-        if not is_folder:
+        found = self._find_folder(checkpoint_path) if self.is_global_zero else None
+        path, folder = self.broadcast((checkpoint_path, found))
+        if folder is None:
             return super().load_checkpoint(path, weights_only)
         self._checkpoint_path = path
         with explaining(path):
-            checkpoint = self._load_folder(Path(path), weights_only)
+            checkpoint = self._load_folder(folder, weights_only)
         equalize_saved(checkpoint)
         return checkpoint
 
     @staticmethod
-    def _finds_folder(path: _PATH) -> bool:
-        if not _is_local_file_protocol(path):
-            return False
-        storage.recover(Path(path))
-        return Path(path).is_dir()
+    def _find_folder(path: _PATH) -> Path | None:
+        local = storage.local_path(path)
+        if local is None:
+            return None
+        storage.recover(local)
+        return local if local.is_dir() else None
 
     def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         module = self.lightning_module

@@ -11,9 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol  # private (Lightning 2.6)
+from lightning.fabric.utilities.types import _PATH
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+
+def local_path(path: _PATH) -> Path | None:
+    """Where a path or a ``file://`` URL is on this machine; ``None`` for the URL of another place (``s3://…``)."""
+    return Path(str(path).removeprefix("file://")) if _is_local_file_protocol(path) else None
+
+
+def needs_local(path: _PATH, reason: str) -> Path:
+    """:func:`local_path`, where nothing else will do.
+
+    Raises:
+        ValueError: with ``reason``, for the URL of another place.
+    """
+    if (local := local_path(path)) is None:
+        raise ValueError(f"`{path}` is not on the local file system, and {reason}.")
+    return local
 
 
 def partial_path(path: Path) -> Path:

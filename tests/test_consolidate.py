@@ -21,12 +21,15 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def write_folder(tmp: str) -> None:
-    fit(ours("sharded"), seeded(Plain), ranks=2, save=f"{tmp}/folder")
+    fit(ours("sharded"), seeded(Plain), ranks=2, save=f"file://{tmp}/folder")
+    with pytest.raises(ValueError, match="`s3://bucket/folder` is not on the local file system.*Use `'full'`"):
+        fit(ours("sharded"), seeded(Plain), ranks=2, save="s3://bucket/folder")
 
 
 def test_one_file_from_a_folder(tmp_path: Path) -> None:
     run_distributed(write_folder, str(tmp_path))
-    file = consolidate(tmp_path / "folder", tmp_path / "file.ckpt")
+    file = consolidate(f"file://{tmp_path}/folder", f"file://{tmp_path}/file.ckpt")
+    assert file == tmp_path / "file.ckpt"
     whole = fit(single(enabled=False), seeded(Plain))
     for strategy in (single(), single(enabled=False)):
         assert_equal(fit(strategy, seeded(Plain), resume=file), whole)

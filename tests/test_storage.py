@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpoint_runs import Plain, fit, single
 from helpers import assert_equal, seeded
-from lightning_bwdopt import storage
+from lightning_bwdopt import CheckpointError, storage
+from lightning_bwdopt.checkpoint_files import FileCheckpointIO
 
 
 class Died(BaseException):
@@ -84,6 +85,21 @@ def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
         storage.remove(link)
         assert content(target) == "old"
     assert sorted(os.listdir(tmp_path)) == ["step_file", "step_folder"]
+
+
+def test_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/run/half.ckpt"
+    whole = fit(single(), seeded(Plain), save=url)
+    assert os.listdir(tmp_path) == ["run"]
+    assert_equal(fit(single(), seeded(Plain), resume=url), whole)
+    plugin = FileCheckpointIO()
+    assert "state_dict" in plugin.load_checkpoint(url, weights_only=False)
+    (tmp_path / "run" / "half.ckpt").write_text("cut sh")
+    with pytest.raises(CheckpointError, match="it is cut short"):
+        fit(single(), seeded(Plain), resume=url)
+    plugin.remove_checkpoint(url)
+    assert os.listdir(tmp_path / "run") == []
 
 
 def test_last_finds_what_waited_for_its_name(tmp_path: Path) -> None:
