@@ -43,9 +43,9 @@ def previous_path(path: Path) -> Path:
     """Where a folder waits while another takes its name, if that needs two steps.
 
     When the process dies between the two, Lightning's ``ckpt_path="last"`` finds what waits for ``last.ckpt``, since
-    the name begins and ends alike.
+    the name begins and ends alike. What is there is deleted: it must not be a name that a user gives.
     """
-    return path.with_name(f"{path.stem}.previous{path.suffix}")
+    return path.with_name(f"{path.stem}.replaced-by-lightning_bwdopt{path.suffix}")
 
 
 def write_file(content: Any, path: Path) -> None:

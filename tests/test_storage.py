@@ -36,8 +36,9 @@ def content(path: Path) -> str:
 def test_death_between_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, renames: int, exchanges: bool
 ) -> None:
-    path = tmp_path / "last.ckpt"
+    path, users_own = tmp_path / "last.ckpt", tmp_path / "last.previous.ckpt"
     put(path, old, "old")
+    put(users_own, old, "user's own")
     put(storage.partial_path(path), new, "new")
     left = renames
 
@@ -58,8 +59,8 @@ def test_death_between_renames(
         except Died:
             died = True
     assert died == (not exchanges and renames < 3)
-    seen = [name for name in os.listdir(tmp_path) if not name.startswith(".")]
-    assert seen == ["last.previous.ckpt"] if died and renames == 1 else "last.ckpt" in seen
+    seen = [name for name in os.listdir(tmp_path) if not name.startswith(".") and name != users_own.name]
+    assert seen == ["last.replaced-by-lightning_bwdopt.ckpt"] if died and renames == 1 else "last.ckpt" in seen
 
     storage.recover(path)
     assert content(path) == ("old" if died and renames < 2 else "new")
@@ -68,7 +69,9 @@ def test_death_between_renames(
     put(storage.partial_path(path), new, "newer")
     storage.publish(path)
     assert content(path) == "newer"
-    assert set(os.listdir(tmp_path)) - {"last.previous.ckpt"} == {"last.ckpt"}
+    left_behind = {"last.replaced-by-lightning_bwdopt.ckpt"}
+    assert set(os.listdir(tmp_path)) - left_behind == {"last.ckpt", users_own.name}
+    assert content(users_own) == "user's own"
 
 
 def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
