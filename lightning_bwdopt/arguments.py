@@ -60,6 +60,26 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
         )
 
 
+def check_flag(name: str, value: Any) -> None:
+    """An argument that is on or off; the text ``"false"`` would be on.
+
+    Raises:
+        TypeError: it is neither ``True`` nor ``False``.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}={value!r}` is neither `True` nor `False`. Pass one of them.")
+
+
+def check_size(name: str, value: Any) -> None:
+    """A number of ranks.
+
+    Raises:
+        TypeError: it is no whole number.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`{name}={value!r}` is not a whole number. Pass how many ranks there are in this direction.")
+
+
 def check_names(unknown: Collection[str], known: Collection[str], replaced: Mapping[str, str] | None = None) -> None:
     """Arguments that a strategy does not have: a typing error, or one of FSDP1's.
 
@@ -112,7 +132,9 @@ def check_hybrid_mesh(sharding_strategy: str, device_mesh: Sequence[int] | None,
                 f" `{sharding_strategy!r}`. Leave `device_mesh` out, or choose `'HYBRID_SHARD'`."
             )
         return
-    if device_mesh is not None and (len(device_mesh) != 2 or any(size < 1 for size in device_mesh)):
+    sizes = device_mesh if isinstance(device_mesh, list | tuple) else ()
+    whole = len(sizes) == 2 and all(isinstance(size, int) and size >= 1 for size in sizes)
+    if device_mesh is not None and not whole:
         raise ValueError(
             f"`device_mesh={device_mesh!r}` is not a pair of positive sizes. Pass `(replicate, shard)`, as in `(2, 4)`."
         )

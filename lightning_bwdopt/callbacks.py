@@ -176,7 +176,9 @@ class MemoryTimeline(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        memory_reader(trainer.strategy.root_device)  # fails now, not at the step
+        # What cannot work fails now and not at the step.
+        memory_reader(trainer.strategy.root_device)
+        self._folder(trainer).mkdir(parents=True, exist_ok=True)
         self.file = None
         if trainer.global_step > self.step:
             rank_zero_warn(
@@ -239,8 +241,7 @@ class MemoryTimeline(Callback):
             return
         recording = self._recording
         self._end()
-        folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._folder(trainer)
         files = {
             mode: folder / f"memory_step{self.step}_{mode.replace(' ', '_')}_rank{trainer.global_rank}.csv"
             for mode in MODES
@@ -249,6 +250,9 @@ class MemoryTimeline(Callback):
         write_csv(recording.samples, self.file)
         if self.draw:
             self._draw(trainer, {mode: file for mode, file in files.items() if file.exists()})
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
 
     def _draw(self, trainer: Trainer, files: dict[str, Path]) -> None:
         try:

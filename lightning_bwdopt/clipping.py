@@ -107,6 +107,9 @@ class GradientTreatment:
     def _clip(self, params: Sequence[Tensor]) -> None:
         if self.clip is None or not params:
             return
+        for param in params:
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = param.grad.coalesce()  # or `_local` would be of a copy
         gradients = [_local(aligned_gradient(p)) for p in params]
         if self._coefficient is None:  # the operations of torch.nn.utils.clip_grad_value_
             torch._foreach_clamp_min_(gradients, -self.clip.limit)
@@ -190,13 +193,10 @@ class GradientTreatment:
 
 
 def _local(gradient: Tensor | None) -> Tensor:
-    """This rank's part of a gradient; of a sparse one, which is coalesced in place, the values."""
+    """This rank's part of a gradient; of a sparse one the values, each of which is one element of it."""
     assert gradient is not None
-    if not gradient.is_sparse:
-        return local_tensor(gradient)
-    if not gradient.is_coalesced():
-        gradient.data = gradient.coalesce()
-    return gradient._values()
+    # The gradient itself stays as it came: an optimizer adds up duplicate entries in another order than `coalesce`.
+    return gradient.coalesce()._values() if gradient.is_sparse else local_tensor(gradient)
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -110,7 +110,7 @@ def compare(args: Sequence[str], steps: int, out: Path, tolerance: float = 0.0) 
         RunFailedError: one of the trainings failed.
     """
     # Beside the report, where the user expects data to go, since the weights may not fit into `/tmp`.
-    with tempfile.TemporaryDirectory(dir=out, prefix=_WORK) as work, tqdm(total=2 * steps, unit="step") as bar:
+    with tempfile.TemporaryDirectory(dir=out, prefix=_WORK) as work, _bar(2 * steps) as bar:
         folders, runs = [Path(work) / mode.replace(" ", "_") for mode in MODES], []
         for mode, folder in zip(MODES, folders, strict=True):
             bar.set_description(mode)
@@ -139,14 +139,21 @@ def prepare(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
+def _bar(steps: int) -> tqdm:
+    # In a log file each state of the bar is a line: one in ten seconds is enough.
+    return tqdm(total=steps, unit="step", mininterval=0.1 if sys.stderr.isatty() else 10)
+
+
 @contextlib.contextmanager
 def _exiting_on_termination() -> Iterator[None]:
     """Has the runs ended, and their files removed, also when a scheduler ends this process."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    ends = (signal.SIGTERM, signal.SIGHUP)  # the runs have a session of their own, which a hang-up does not reach
+    before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ends]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(ends, before, strict=True):
+            signal.signal(number, handler)
 
 
 def main(args: list[str]) -> int:
@@ -176,7 +183,7 @@ def main(args: list[str]) -> int:
         prepare(options.out)
         with _exiting_on_termination():
             result = compare(rest, options.steps, options.out, options.tolerance)
-    except (ModuleNotFoundError, ValueError, RunFailedError) as error:
+    except (ModuleNotFoundError, ValueError, OSError, RunFailedError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     from lightning_bwdopt import report
 

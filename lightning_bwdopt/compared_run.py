@@ -120,18 +120,23 @@ def tensors(trainer: Trainer, module: LightningModule) -> dict[str, dict[str, An
     for index, optimizer in enumerate(trainer.optimizers):
         for param, entry in optimizer.state.items():
             for key, value in entry.items():
-                state[f"{index}: {names.get(id(param))}: {key}"] = _plain(value)
+                state |= _plain(f"{index}: {names.get(id(param))}: {key}", value)
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
-                    state[f"{index}: group {number}: {key}"] = _plain(value)
+                    state |= _plain(f"{index}: group {number}: {key}", value)
     return {"parameters": held, "optimizer_state": state}
 
 
-def _plain(value: Any) -> Any:
+def _plain(name: str, value: Any) -> dict[str, Any]:
+    """An entry as tensors, numbers and text, of a list each element: what is loaded without unpickling code."""
+    if isinstance(value, list | tuple):
+        return {key: part for i, element in enumerate(value) for key, part in _plain(f"{name}[{i}]", element).items()}
     if isinstance(value, Tensor):
-        return local_tensor(value.detach())
-    return value if isinstance(value, int | float) else repr(value)
+        return {name: local_tensor(value.detach())}
+    if isinstance(value, bool | int):
+        return {name: value}
+    return {name: float(value) if isinstance(value, float) else repr(value)}  # a float may be numpy's
 
 
 class ComparedCLI(LightningCLI):

@@ -98,6 +98,9 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
             arguments.check_names(unsupported, known, arguments.FSDP1_ARGUMENTS)
         arguments.check_sharding_strategy(sharding_strategy)
         arguments.check_choice("state_dict_type", state_dict_type, StateDictType)
+        if data_parallel_size != "auto":
+            arguments.check_size("data_parallel_size", data_parallel_size)
+        arguments.check_size("tensor_parallel_size", tensor_parallel_size)
         arguments.check_hybrid_mesh(sharding_strategy, device_mesh)
         arguments.check_hybrid_tensor_parallel(sharding_strategy, tensor_parallel_size)
         super().__init__(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_bwdopt import checks, sharding, states
-from lightning_bwdopt.arguments import GradientClipping, Granularity, NonFinite, check_choice
+from lightning_bwdopt.arguments import GradientClipping, Granularity, NonFinite, check_choice, check_flag
 from lightning_bwdopt.interruption import allow_checkpoints, withhold_checkpoints
 from lightning_bwdopt.loops import accumulates, toggled
 from lightning_bwdopt.mixin import InBackwardBatch, OptimInBwdMixin, configure_optimizers
@@ -44,6 +44,8 @@ class InBackwardStrategy(Strategy):
         on_nonfinite: NonFinite,
         self_check: bool,
     ) -> None:
+        check_flag("enabled", enabled)
+        check_flag("self_check", self_check)
         check_choice("granularity", granularity, Granularity)
         check_choice("gradient_clipping", gradient_clipping, GradientClipping)
         check_choice("on_nonfinite", on_nonfinite, NonFinite)

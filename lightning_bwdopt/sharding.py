@@ -103,6 +103,10 @@ def _matching(root: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Mod
                 " `configure_model`."
             )
         return list(chosen)
+    if isinstance(policy, type):
+        raise TypeError(
+            f"`{argument}` is the class `{policy.__name__}`. Pass a set of classes, `{{{policy.__name__}}}`."
+        )
     if not callable(policy):
         classes = tuple(policy)
         for entry in classes:

@@ -157,12 +157,14 @@ def _nbytes(gradient: Tensor | None) -> int:
 
 
 def write_csv(samples: Sequence[Sample], file: Path) -> None:
-    """Writes one row a sample under the names of its fields."""
-    with file.open("w", newline="") as stream:
+    """Writes one row a sample under the names of its fields, aside first: the other mode's run may read it."""
+    aside = file.with_name(f".{file.name}.partial")
+    with aside.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(Sample._fields)
         for sample in samples:
             writer.writerow(sample._replace(ms=round(sample.ms, 4)))
+    aside.replace(file)
 
 
 def read_csv(file: Path) -> list[Sample]:

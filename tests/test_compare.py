@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from helpers import Lit, loader
 from lightning_bwdopt import compare, plots
-from lightning_bwdopt.compared_run import ComparedCLI
+from lightning_bwdopt.compared_run import ComparedCLI, _plain
 from lightning_bwdopt.differences import Difference, difference_of
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +42,15 @@ class Cheats(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * 2 if self.trainer.strategy.enabled and self.trainer.global_step == 2 else loss
+
+
+def test_an_entry_that_is_no_tensor_is_compared_in_full() -> None:
+    big = torch.arange(2000.0)
+    other = big.clone()
+    other[1000] += 1
+    entries = [_plain("x", [np.float64(0.5), {"a": 1}, part]) for part in (big, other)]
+    assert [type(value) for value in entries[0].values()] == [float, str, Tensor]
+    assert not torch.equal(entries[0]["x[2]"], entries[1]["x[2]"])
 
 
 class Breaks(Lit):

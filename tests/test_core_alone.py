@@ -637,6 +637,26 @@ def test_sparse_gradients(clip: Any) -> None:
         assert_equal(train(True, sparse=True)[1][:1], train(True, sparse=False)[1][:1])
 
 
+@pytest.mark.parametrize("options", [{}, {"grad_norm": True}, {"on_nonfinite": "error"}])
+def test_looking_at_a_sparse_gradient_does_not_change_the_step(options: dict[str, Any]) -> None:
+    """SGD adds up duplicate entries itself, in another order than `coalesce` does."""
+
+    def train(in_backward: bool) -> Tensor:
+        torch.manual_seed(0)
+        net = nn.Embedding(5, 8, sparse=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        core = OptimizerInBackward(optimizer, **options)
+        if in_backward:
+            core.attach()
+        for _ in range(5):
+            optimizer.zero_grad()
+            (net(torch.randint(5, (64,))) * torch.randn(64, 8)).sum().backward()
+            optimizer.step()
+        return net.weight.detach()
+
+    assert_equal(train(True), train(False))
+
+
 # Examples, Fabric, wrappers ---------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from helpers import Block, Lit, assert_equal, loader, observables, run_distributed, seeded, trainer
+from helpers import Block, Lit, Net, assert_equal, loader, observables, run_distributed, seeded, trainer
 from lightning_bwdopt import FSDPOptimInBwdStrategy, checks
+from lightning_bwdopt.sharding import find_blocks
 from lightning_bwdopt.views import shard_like
 
 
@@ -101,6 +102,19 @@ def check_bad_sizes() -> None:
     for policy in ({nn.Conv2d}, lambda module: False):
         with pytest.raises(ValueError, match="matches no module of `Lit`"):
             trainer(strategy=FSDPOptimInBwdStrategy(auto_wrap_policy=policy), devices=2).fit(Lit(), loader(ranks=2))
+
+
+def test_sizes_that_are_none() -> None:
+    for options, error, match in (
+        ({"tensor_parallel_size": "auto"}, TypeError, "`tensor_parallel_size='auto'` is not a whole number"),
+        ({"data_parallel_size": "2"}, TypeError, "`data_parallel_size='2'` is not a whole number"),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": 4}, ValueError, "`device_mesh=4` is not a pair"),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": ("2", "2")}, ValueError, "is not a pair of positive"),
+    ):
+        with pytest.raises(error, match=match):
+            FSDPOptimInBwdStrategy(**options)
+    with pytest.raises(TypeError, match="`auto_wrap_policy` is the class `Block`. Pass a set of classes, `{Block}`"):
+        find_blocks(Net(), Block)
 
 
 def test_options_that_need_a_machine() -> None:

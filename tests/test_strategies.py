@@ -200,6 +200,7 @@ def test_registered_names() -> None:
         ({"mixed_precision": None}, TypeError, "`mixed_precision`.*use `mp_policy`"),
         ({"granularty": "unit"}, TypeError, "Did you mean `granularity`"),
         ({"granularity": "layer"}, ValueError, "granularity='layer'"),
+        ({"enabled": "false"}, TypeError, "`enabled='false'` is neither `True` nor `False`"),
         ({"gradient_clipping": "exactly"}, ValueError, "Did you mean `'exact'`"),
         ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop'"),
         ({"sharding_strategy": "NO_SHARD"}, ValueError, "does not exist in FSDP2"),
