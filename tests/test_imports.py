@@ -10,8 +10,11 @@ PACKAGE = Path(__file__).parents[1] / "lightning_bwdopt"
 TORCH_ONLY = [
     "arguments",
     "attached",
+    "checkpoint_errors",
     "clipping",
+    "counters",
     "differences",
+    "first_state",
     "folders",
     "loading",
     "matching",
@@ -27,6 +30,7 @@ TORCH_ONLY = [
     "states",
     "storage",
     "timeline",
+    "trials",
     "views",
 ]
 
