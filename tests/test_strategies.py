@@ -185,11 +185,14 @@ def test_registered_names() -> None:
     assert isinstance(single, SingleDeviceOptimInBwdStrategy)
     assert single.root_device == torch.device("cpu")
     assert set(lightning_bwdopt.__all__) == {
+        "CheckpointError",
         "FSDPOptimInBwdStrategy",
         "OptimInBwdMixin",
         "OptimizerInBackward",
         "SingleDeviceOptimInBwdStrategy",
+        "consolidate",
         "get_lr",
+        "load_pretrained",
     }
 
 
