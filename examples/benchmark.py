@@ -8,7 +8,7 @@ Every way trains its own copy of the model in the same processes. A round runs a
 ratios are to the ordinary fused optimizer of the same round; a figure is a median, with its quartiles. The ordinary
 way runs twice: the spread of the second against the first is the noise below which a ratio says nothing. Times are
 rank 0's, with one thread a rank: of a step on the wall and as CPU time, which other work on the machine disturbs less;
-of the optimizer in hooks and in what the loop calls after backward.
+of the optimizer in hooks and in what the loop calls after backward; and of its step alone, of gradients that are there.
 
 Other systems are measured where they import (``pip install -e .[benchmark]``), and named when they do not.
 """
@@ -94,6 +94,12 @@ class Run:
             self.way.backward(self.scenario.loss(self.model, self.batch))
         return spent * 1e3 + self.time(self.way.finish)[0]
 
+    def time_alone(self) -> float:
+        """Milliseconds in which gradients that are all there are stepped and dropped."""
+        for param in self.model.parameters():
+            param.grad = torch.zeros_like(param)
+        return self.time(self.way.step)[0]
+
     def live_gradients(self) -> float:
         """The most MiB of gradient storage that this rank holds at once in a step."""
         most = 0
@@ -154,6 +160,12 @@ def measure_times(scenario: Scenario, ways: list[str], rounds: int, device: torc
         for way in order[shift:] + order[:shift]:
             times = [runs[way].time_optimizer() for _ in range(scenario.repeats)]
             results[way]["optimizer"].append(statistics.median(times))
+    for number in range(rounds):
+        shift = number % len(order)
+        for way in order[shift:] + order[:shift]:
+            with suppress(Unavailable):
+                times = [runs[way].time_alone() for _ in range(scenario.repeats)]
+                results[way].setdefault("alone", []).append(statistics.median(times))
     for way, run in runs.items():
         if scenario.counts_gradients:
             results[way]["gradient_mib"] = run.live_gradients()

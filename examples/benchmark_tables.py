@@ -66,7 +66,7 @@ def table(scenario: str, ranks: int, results: dict[str, Any], paired: dict[str, 
     """The results of one scenario as text, aligned."""
     place = "one process" if ranks == 1 else f"{ranks} ranks, FSDP2"
     head = ["", "step ms", "x ordinary", "its CPU ms", "x ordinary", "optimizer ms", "x ordinary"]
-    head += ["gradients MiB", "memory MiB", "save ms"]
+    head += ["alone ms", "x ordinary", "gradients MiB", "memory MiB", "save ms"]
     rows = [head]
     notes = []
     for way, row in results.items():
@@ -76,8 +76,8 @@ def table(scenario: str, ranks: int, results: dict[str, Any], paired: dict[str, 
         rows.append(
             [way, cell(row, "step_ms", 1), cell(row, "step_ratio", 2, True)]
             + [cell(row, "cpu_ms", 1), cell(row, "cpu_ratio", 2, True), cell(row, "optimizer_ms", 1)]
-            + [cell(row, "optimizer_ratio", 2, True), cell(row, "gradient_mib", 1), cell(row, "memory_mib", 1)]
-            + [cell(row, "save_ms", 0)]
+            + [cell(row, "optimizer_ratio", 2, True), cell(row, "alone_ms", 1), cell(row, "alone_ratio", 2, True)]
+            + [cell(row, "gradient_mib", 1), cell(row, "memory_mib", 1), cell(row, "save_ms", 0)]
         )
     lines = [f"{scenario}, {place}", *_aligned(rows), *notes, ""]
     if paired:

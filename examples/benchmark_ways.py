@@ -38,6 +38,10 @@ class Way:
     def finish(self) -> None:
         """What the training loop calls after backward."""
 
+    def step(self) -> None:
+        """Steps gradients that are all there; raises `Unavailable` where the way has no such thing."""
+        raise Unavailable
+
     def save(self) -> Any:
         """The optimizer's full state on the host of rank 0, as a checkpoint holds it."""
         raise Unavailable
@@ -54,6 +58,9 @@ class Ordinary(Way):
     def finish(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.finish()
 
     def save(self) -> Any:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -115,12 +122,16 @@ class OnePerParameter(Way):
         self.register()
 
     def register(self) -> None:
-        def step(param: Tensor) -> None:
-            self.optimizers[param].step()  # type: ignore[index]
-            self.optimizers[param].zero_grad()  # type: ignore[index]
-
         for param in self.optimizers:
-            param.register_post_accumulate_grad_hook(step)
+            param.register_post_accumulate_grad_hook(self.step_one)
+
+    def step_one(self, param: Tensor) -> None:
+        self.optimizers[param].step()  # type: ignore[index]
+        self.optimizers[param].zero_grad()  # type: ignore[index]
+
+    def step(self) -> None:
+        for param in self.optimizers:
+            self.step_one(param)
 
 
 class Torchtune(OnePerParameter):

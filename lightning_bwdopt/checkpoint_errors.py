@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.fabric.utilities.types import _PATH
-from torch.distributed.checkpoint import CheckpointException
 
 from lightning_bwdopt import storage
-from lightning_bwdopt.folders import NotStored
 
 
 class CheckpointError(ValueError, RuntimeError):
@@ -18,6 +16,10 @@ class CheckpointError(ValueError, RuntimeError):
 
     Both of the types that ``load_state_dict`` of modules and of optimizers raise.
     """
+
+
+class NotStored(Exception):
+    """A folder that is not a complete checkpoint; the message says what is missing."""
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def explaining(path: _PATH) -> Iterator[None]:
         raise
     except NotStored as error:
         raise CheckpointError(f"`{path}` is not a complete checkpoint: {error}. Nothing was changed.") from error
-    except (Exception, CheckpointException) as error:  # the latter is no `Exception`
+    except Exception as error:
         cut = "it is cut short, or no file that `torch.save` wrote; " if _is_no_archive(path) else ""
         raise CheckpointError(
             f"`{path}` cannot be read as a checkpoint: {cut}{type(error).__name__}: {error}"

@@ -1,4 +1,7 @@
-"""Sharded checkpoints: folders that all ranks write and read with `torch.distributed.checkpoint` (DCP)."""
+"""Sharded checkpoints: folders that all ranks write and read with `torch.distributed.checkpoint` (DCP).
+
+DCP is imported where it is used: that takes as long as all the rest of `import lightning_bwdopt`.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,23 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from lightning_bwdopt import storage
+from lightning_bwdopt.checkpoint_errors import NotStored
 from lightning_bwdopt.states import map_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 META_FILE = "meta.pt"  # Lightning's name for what is not a tensor of the model or of an optimizer; written last
 MODEL_KEY = "state_dict"
 _MODEL_KEY_OF_FSDP1 = "model"  # in folders of Lightning's `FSDPStrategy`
 _OWN_FILES = (META_FILE, ".metadata", ".metadata.tmp")
-
-
-class NotStored(Exception):
-    """A folder that is not a complete checkpoint; the message says what is missing."""
 
 
 def is_folder_checkpoint(path: Path) -> bool:
@@ -61,12 +61,14 @@ class Folder:
     """
 
     def __init__(self, path: Path, *, alone: bool) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+
         self.path = path
         self._alone = alone
         if not is_folder_checkpoint(path):
             raise NotStored(f"it has no `{META_FILE}`, which is written last: its save did not complete")
         try:
-            metadata: Metadata = FileSystemReader(path).read_metadata()
+            metadata = FileSystemReader(path).read_metadata()
         except Exception as error:
             raise NotStored(f"its `.metadata` cannot be read ({type(error).__name__}: {error})") from error
         if faults := list(_faults(path, metadata)):
@@ -94,6 +96,8 @@ class Folder:
         Returns:
             The tree, and ``id(tensor on meta) -> key in the folder`` for :meth:`read`.
         """
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
         keys = set(keys)
         leaves: dict[str, Any] = {}
         small: dict[str, Any] = {}
@@ -119,12 +123,17 @@ class Folder:
 
     def read(self, into: dict[str, Any]) -> None:
         """Reads tensors in place, and replaces what is no tensor; ``into`` is keyed by the keys in the folder."""
+        import torch.distributed.checkpoint as dcp
+
         if not into:
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.load(into, checkpoint_id=self.path, planner=planner, no_dist=self._alone)
+            try:
+                dcp.load(into, checkpoint_id=self.path, planner=planner, no_dist=self._alone)
+            except dcp.CheckpointException as error:  # a `BaseException`
+                raise RuntimeError(str(error)) from error
 
     def read_whole(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Everything, as whole tensors on the CPU: what the file of an ordinary full checkpoint holds.
@@ -194,6 +203,8 @@ class FolderWriter:
             path: The name of the folder; what is there is replaced.
             beside: Return when the tensors have been copied, and write in another thread.
         """
+        import torch.distributed.checkpoint as dcp
+
         partial = storage.partial_path(path)
         if not beside:
             dcp.save(state, checkpoint_id=partial)
@@ -214,6 +225,8 @@ class FolderWriter:
         Raises:
             RuntimeError: the save that was being written failed.
         """
+        from torch.distributed.checkpoint import CheckpointException
+
         if self._pending is None:
             return
         path, done = self._pending

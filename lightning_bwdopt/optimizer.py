@@ -74,6 +74,10 @@ class _Unit:
         if len(self.arrived) + len(self.done) >= self.awaited:
             core._process(self)
 
+    @property
+    def has_gradient(self) -> bool:
+        return any(p.grad is not None for p in self.params)
+
     def with_gradient(self) -> list[Tensor]:
         return [p for p in self.params if p.grad is not None]
 
@@ -308,7 +312,7 @@ class OptimizerInBackward:
     @property
     def has_held_gradients(self) -> bool:
         """Whether a parameter has a gradient: outside of backward, one of an earlier micro-batch."""
-        return any(p.grad is not None for unit in self._units for p in unit.params)
+        return any(unit.has_gradient for unit in self._units)
 
     @property
     def reachable(self) -> bool:
@@ -358,7 +362,7 @@ class OptimizerInBackward:
         if torch._C._current_autograd_node() is not None:
             raise refusals.unseen_outer_pass()
         for unit in self._units:
-            if unit.arrived or unit.with_gradient():
+            if unit.arrived or (len(unit.done) < len(unit.params) and unit.has_gradient):
                 self._process(unit)
         self._pass = None
         if self._phase == "step":
@@ -426,7 +430,7 @@ class OptimizerInBackward:
         """Steps, through the views, every parameter that has a gradient; all of them are there."""
         self.real.notice_cleared_state()
         for unit in self._units:
-            if unit.with_gradient():
+            if unit.has_gradient:
                 unit.step()
 
     def leave_out_step(self) -> None:

@@ -17,7 +17,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -147,7 +146,7 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
             self._check_contents({**checkpoint, MODEL_KEY: {}, **({"optimizer_states": []} if keys else {})})
         tree, stored_as = folder.describe([MODEL_KEY, *(keys if fits else [])])
         weights = tree[MODEL_KEY]
-        current = get_model_state_dict(module)
+        current = states.sharded_state(module)
         with self._together():
             self._check_weights(current, weights, module.strict_loading)
             matched = self._match_optimizers([tree[key] for key in keys], weights) if fits else []
@@ -168,7 +167,7 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
             else:
                 current[name] = states.map_tensors(weights[name], lambda t: memory(t, torch.empty(0)))
         folder.read(into)  # in place, and the last thing that can fail
-        set_model_state_dict(module, current, options=StateDictOptions(strict=False))
+        states.load_sharded_state(module, current)
         if fits:
             self._loaded_optimizers = checkpoint["optimizer_states"] = optimizer_states
         return checkpoint
@@ -179,7 +178,7 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
             return  # a folder: `load_checkpoint` has read it into place
         module = self.lightning_module
         assert module is not None
-        current = get_model_state_dict(module)
+        current = states.sharded_state(module)
         saved = {states.clean_name(name): value for name, value in checkpoint[MODEL_KEY].items()}
         with self._together():
             self._check_weights(current, saved, strict)
@@ -190,7 +189,7 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
             for name, value in current.items()
             if name in saved
         }
-        set_model_state_dict(module, placed, options=StateDictOptions(strict=False))
+        states.load_sharded_state(module, placed)
 
     def _check_weights(self, current: Mapping[str, Any], saved: Mapping[str, Any], strict: bool) -> None:
         if faults := model_faults(current, saved, strict=strict):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
@@ -153,6 +152,20 @@ def _tensors(value: Any) -> list[Tensor]:
 # What goes into a checkpoint ----------------------------------------------------------------------------------------
 
 
+def sharded_state(module: nn.Module) -> dict[str, Any]:
+    """The model's state dict with this rank's DTensors. A collective call."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return get_model_state_dict(module)
+
+
+def load_sharded_state(module: nn.Module, state: dict[str, Any]) -> None:
+    """The inverse of :func:`sharded_state`; what ``state`` lacks stays as it is. A collective call."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(module, state, options=StateDictOptions(strict=False))
+
+
 def model_state(module: nn.Module, *, full: bool) -> dict[str, Any]:
     """The model's state dict. A collective call.
 
@@ -160,7 +173,7 @@ def model_state(module: nn.Module, *, full: bool) -> dict[str, Any]:
         module: Sharded or not.
         full: Whole tensors on rank 0 and nothing on the others, instead of this rank's DTensors.
     """
-    state = get_model_state_dict(module)
+    state = sharded_state(module)
     if not full:
         return state
     gathered = gather(_tensors(state))

@@ -71,7 +71,15 @@ class StepView:
             if members := [p for p in group["params"] if id(p) in wanted]:
                 self._members.append((index, members))
         self._params = [p for _, members in self._members for p in members]
-        self._on_shards = type(optimizer) in ELEMENTWISE_OPTIMIZERS and any(isinstance(p, DTensor) for p in params)
+        elementwise = type(optimizer) in ELEMENTWISE_OPTIMIZERS
+        self._on_shards = elementwise and any(isinstance(p, DTensor) for p in params)
+        # torch.optim.optimizer._default_to_fused_or_foreach never picks foreach for a group with DTensors. For what is
+        # stepped as plain tensors it would, on an accelerator, and round differently from the ordinary run.
+        self._never_foreach = {
+            index
+            for index, _ in self._members
+            if elementwise and any(isinstance(p, DTensor) for p in optimizer.param_groups[index]["params"])
+        }
         self._shards: list[_ShardState] = []  # of the DTensors
         self._plain: list[Tensor] = []  # the other parameters
         self._view = same_class(optimizer, [{"params": members} for _, members in self._members])
@@ -92,15 +100,13 @@ class StepView:
     def _read_groups(self) -> None:
         if self._has_attributes:
             vars(self._view).update(plain_attributes(self._real))
-        groups = self._real.param_groups
         for mine, (index, _) in zip(self._view.param_groups, self._members):
-            for key, value in groups[index].items():
+            real = self._real.param_groups[index]
+            for key, value in real.items():
+                if key == "foreach" and value is None and index in self._never_foreach and not real.get("fused"):
+                    value = False
                 if mine.get(key, _MISSING) is not value and key != "params":
                     mine[key] = value.clone() if isinstance(value, Tensor) and key not in _RATES else value
-            if self._on_shards and mine.get("foreach", True) is None and not mine.get("fused"):
-                # torch.optim.optimizer._default_to_fused_or_foreach never picks foreach for DTensors. For the plain
-                # shards it would, on an accelerator, and round differently from the ordinary run.
-                mine["foreach"] = False
             rate = mine.get("lr")
             self._used[index] = {**mine, "lr": rate.detach().clone()} if isinstance(rate, Tensor) else mine
 
@@ -240,6 +246,8 @@ class _ShardState(MutableMapping[str, Any]):
         return value._local_tensor if type(value) is DTensor else value
 
     def __setitem__(self, key: str, value: Any) -> None:
+        if key in self.entry and self[key] is value:
+            return  # torch's SGD enters its momentum at every step
         if isinstance(value, Tensor) and value.shape == self.local.shape:
             value = shard_like(value, self.param)
         self.entry[key] = value

@@ -17,7 +17,7 @@ from helpers import run_distributed
 
 
 def check_row(row: dict[str, Any]) -> None:
-    for kind in ("step", "cpu", "optimizer"):
+    for kind in ("step", "cpu", "optimizer", "alone"):
         for figure in (row[f"{kind}_ms"], row[f"{kind}_ratio"]):
             assert list(figure) == ["median", "low", "high"]
             assert 0 < figure["low"] <= figure["median"] <= figure["high"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -67,3 +69,10 @@ def test_no_circles() -> None:
     assert {"cli", "mode", "optimizer"} <= modules
     order = list(TopologicalSorter({module: own(module) for module in modules}).static_order())
     assert order.index("views") < order.index("optimizer") < order.index("mode") < order.index("strategies")
+
+
+def test_checkpoints_of_torch_are_imported_only_when_one_is_saved() -> None:
+    """That import takes as long as the package's whole rest."""
+    code = "import sys, lightning, lightning_bwdopt; print('torch.distributed.checkpoint' in sys.modules)"
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
