@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_bwdopt import storage
-from lightning_bwdopt.checkpoint_errors import explaining
+from lightning_bwdopt.checkpoint_errors import CheckpointError, explaining
 from lightning_bwdopt.folders import Folder, check_replaceable
 
 
@@ -23,6 +23,7 @@ def consolidate(folder: str | Path, file: str | Path) -> Path:
         ``file``, as a path.
 
     Raises:
+        FileNotFoundError: there is nothing at ``folder``.
         CheckpointError: ``folder`` is not a complete sharded checkpoint.
 
     Example::
@@ -32,6 +33,11 @@ def consolidate(folder: str | Path, file: str | Path) -> Path:
     """
     reason = "a sharded checkpoint is read, and its file written, on this machine. Copy it here"
     source, target = storage.needs_local(folder, reason), storage.needs_local(file, reason)
+    storage.recover(source)
+    if not source.exists():
+        raise FileNotFoundError(f"There is nothing at `{folder}`. Pass the folder of a sharded checkpoint.")
+    if source.is_file():
+        raise CheckpointError(f"`{folder}` is a file already, not the folder of a sharded checkpoint. Use it as it is.")
     with explaining(folder):
         checkpoint = Folder(source, alone=True).read_whole()
     for state in checkpoint.get("optimizer_states", []):

@@ -41,8 +41,7 @@ def check_replaceable(path: Path) -> None:
     """
     if not path.is_dir() or path.is_symlink():
         return
-    other = [entry.name for entry in path.iterdir() if entry.suffix != ".distcp" and entry.name not in _OWN_FILES]
-    if other:
+    if other := [entry.name for entry in path.iterdir() if not _is_part(entry)]:
         raise IsADirectoryError(
             f"`{path}` is a folder with `{other[0]}` in it, which is no part of a checkpoint and would be deleted. Save"
             " to another path."
@@ -57,7 +56,7 @@ class Folder:
         alone: Only this process reads it. Otherwise reading is a collective call.
 
     Raises:
-        NotStored: its save did not complete, or files of it are missing or too short.
+        NotStored: it is another folder, its save did not complete, or files of it are missing or too short.
     """
 
     def __init__(self, path: Path, *, alone: bool) -> None:
@@ -66,6 +65,8 @@ class Folder:
         self.path = path
         self._alone = alone
         if not is_folder_checkpoint(path):
+            if not any(map(_is_part, path.iterdir())):
+                raise NotStored("no file in this folder is part of one. Pass the path of the checkpoint itself")
             raise NotStored(f"it has no `{META_FILE}`, which is written last: its save did not complete")
         try:
             metadata = FileSystemReader(path).read_metadata()
@@ -155,6 +156,10 @@ class Folder:
         if optimizers:
             checkpoint["optimizer_states"] = [tree[key] for key in optimizers]
         return checkpoint
+
+
+def _is_part(entry: Path) -> bool:
+    return entry.suffix == ".distcp" or entry.name in _OWN_FILES
 
 
 def _faults(path: Path, metadata: Metadata) -> Iterator[str]:

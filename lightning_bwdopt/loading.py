@@ -44,7 +44,7 @@ def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True)
     Raises:
         FileNotFoundError: no safetensors at ``path``.
         KeyError: ``strict``, and the names differ.
-        ValueError: a shape differs.
+        ValueError: a shape differs, or a file is no safetensors file.
 
     Example::
 
@@ -156,23 +156,33 @@ def _fill(tensor: Tensor, places: list[_Place], whole: Tensor) -> None:
 # The checkpoint, on rank 0 ------------------------------------------------------------------------------------------
 
 
+_CONVERT = "convert other formats with `save_pretrained` or `safetensors.torch.save_file`"
+
+
 class _Checkpoint:
     """Tensors of one or several safetensors files, by name."""
 
     def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(
-                f"There is no `.safetensors` file at `{path}`. Pass such a file or the folder that has them; convert"
-                " other formats with `save_pretrained` or `safetensors.torch.save_file`."
+                f"There is no `.safetensors` file at `{path}`{'' if path.exists() else ', which does not exist'}. Pass"
+                f" such a file or the folder that has them; {_CONVERT}."
             )
         self._file_of: dict[str, Path] = {}
         self._opened: tuple[Path, Any] | None = None
         self.shapes: dict[str, torch.Size] = {}  # in the order of the files
         for file in files:
-            with safe_open(str(file), framework="pt") as opened:
+            try:
+                opened = safe_open(str(file), framework="pt")
+            except SafetensorError as error:
+                raise ValueError(
+                    f"`{file}` cannot be read as safetensors: it is cut short or of another format ({error}). Copy it"
+                    f" again, or {_CONVERT}."
+                ) from None
+            with opened:
                 for name in opened.keys():  # noqa: SIM118  # a file handle, not a dict
                     self._file_of[name] = file
                     self.shapes[name] = torch.Size(opened.get_slice(name).get_shape())

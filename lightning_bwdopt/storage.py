@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import sys
@@ -36,7 +37,7 @@ def needs_local(path: _PATH, reason: str) -> Path:
 
 def partial_path(path: Path) -> Path:
     """Where a save is written before it is complete. Not a name that anything takes for a checkpoint."""
-    return path.with_name(f".{path.name}.partial")
+    return path.with_name(f".{_shortened(path.name, 246)}.partial")
 
 
 def previous_path(path: Path) -> Path:
@@ -45,7 +46,18 @@ def previous_path(path: Path) -> Path:
     When the process dies between the two, Lightning's ``ckpt_path="last"`` finds what waits for ``last.ckpt``, since
     the name begins and ends alike. What is there is deleted: it must not be a name that a user gives.
     """
-    return path.with_name(f"{path.stem}.replaced-by-lightning_bwdopt{path.suffix}")
+    stem, suffix = _shortened(path.stem, 112), _shortened(path.suffix, 112)
+    return path.with_name(f"{stem}.replaced-by-lightning_bwdopt{suffix}")
+
+
+def _shortened(text: str, room: int) -> str:
+    """Part of a name; of one with more bytes than there is room for its beginning, and a digest in place of the rest.
+
+    What is added to a name that fits must not exceed the 255 bytes that file systems take. The same name always gives
+    the same one: the next save finds what a kill left.
+    """
+    encoded = os.fsencode(text)
+    return text if len(encoded) <= room else f"{text[:20]}-{hashlib.sha256(encoded).hexdigest()[:16]}"
 
 
 def write_file(content: Any, path: Path) -> None:

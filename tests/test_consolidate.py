@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from checkpoint_runs import Plain, fit, ours, read, single
 from examples.causal_lm import CausalLM
 from helpers import assert_equal, run_distributed, seeded, trainer
-from lightning_bwdopt import CheckpointError, consolidate
+from lightning_bwdopt import CheckpointError, consolidate, storage
 from tiny_recipe import TINY
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -35,8 +35,26 @@ def test_one_file_from_a_folder(tmp_path: Path) -> None:
         assert_equal(fit(strategy, seeded(Plain), resume=file), whole)
     loaded = Plain.load_from_checkpoint(file)
     assert_equal(loaded.state_dict(), read(file)["state_dict"])
-    with pytest.raises(CheckpointError, match="`.*nothing` is not a complete checkpoint: it has no `meta.pt`"):
-        consolidate(tmp_path / "nothing", file)
+    # While another folder takes its name, in two steps, the old one waits under a name of its own.
+    folder = tmp_path / "folder"
+    folder.rename(storage.previous_path(folder))
+    assert_equal(read(consolidate(folder, tmp_path / "again.ckpt")), read(file))
+    (folder / "meta.pt").unlink()
+    check_refused(folder, CheckpointError, "`.*folder` is not a complete checkpoint: it has no `meta.pt`")
+
+
+def check_refused(source: Path, error: type[Exception], match: str) -> None:
+    target = source.with_name("never.ckpt")
+    with pytest.raises(error, match=match):
+        consolidate(source, target)
+    assert not target.exists()
+
+
+def test_what_is_no_sharded_checkpoint(tmp_path: Path) -> None:
+    check_refused(tmp_path / "missing", FileNotFoundError, "There is nothing at `.*missing`. Pass the folder")
+    (tmp_path / "last.ckpt").touch()
+    check_refused(tmp_path / "last.ckpt", CheckpointError, "`.*last.ckpt` is a file already.*Use it as it is")
+    check_refused(tmp_path, CheckpointError, "no file in this folder is part of one. Pass the path of the checkpoint")
 
 
 def train_language_model(tmp: str) -> dict[str, Any]:

@@ -150,8 +150,13 @@ def check_errors(folder: Path) -> None:
     run = trainer(strategy=FSDPOptimInBwdStrategy(), devices=2)
     with pytest.raises(RuntimeError, match=r"1 parameters or buffers are on the `meta` device.*`net.table`"):
         run.fit(seeded(NoData), loader(ranks=2))
-    with pytest.raises(FileNotFoundError, match="no `.safetensors` file at"):
+    with pytest.raises(FileNotFoundError, match="no `.safetensors` file at `.*nothing`, which does not exist"):
         load_pretrained(net, folder / "nothing")
+    if dist.get_rank() == 0:
+        whole = (folder / "model-00001-of-00003.safetensors").read_bytes()
+        (folder / "cut.safetensors").write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match="`.*cut.safetensors` cannot be read as safetensors: it is cut short"):
+        load_pretrained(net, folder / "cut.safetensors")
     dist.barrier()
 
 

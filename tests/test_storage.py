@@ -74,6 +74,29 @@ def test_death_between_renames(
     assert content(users_own) == "user's own"
 
 
+@pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "two steps"])
+@pytest.mark.parametrize("name", ["a" * 250 + ".ckpt", "\N{SNOWMAN}" * 83 + ".ckpt", "a." + "b" * 253], ids=len)
+def test_names_as_long_as_a_file_system_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(storage, "_exchange", lambda *paths: False)
+    path = tmp_path / name
+    similar = [path, path.with_name(f"{name[:-1]}-")]
+    assert len({*map(storage.partial_path, similar), *map(storage.previous_path, similar)}) == 4
+    for kind in ("file", "folder", "folder"):
+        put(storage.partial_path(path), kind, kind)
+        storage.publish(path)
+        assert content(path) == kind
+        assert os.listdir(tmp_path) == [name]
+    path.rename(storage.previous_path(path))
+    storage.recover(path)
+    assert os.listdir(tmp_path) == [name]
+    storage.remove(path)
+    storage.write_file(0, path)
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
     for kind in ("file", "folder"):
         target, link = tmp_path / f"step_{kind}", tmp_path / f"last_{kind}"
