@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lightning_bwdopt import OptimizerInBackward
-from lightning_bwdopt.sharding import units_of
 from lightning_bwdopt.states import optimizer_state
+from lightning_bwdopt.units import units_of
 
 ORDINARY = "ordinary fused"
 

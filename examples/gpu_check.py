@@ -24,6 +24,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.data import DataLoader
 
 from lightning_bwdopt import FSDPOptimInBwdStrategy, OptimizerInBackward, sharding
+from lightning_bwdopt.memory import MIB
+from lightning_bwdopt.process_memory import peak, restart_peak
+from lightning_bwdopt.units import units_of
 
 SLEEP_CYCLES = 20_000_000  # about 10 ms on a GPU
 
@@ -123,7 +126,7 @@ class Run:
         self.optimizer = net.configure_optimizers()
         self.core = None
         if in_backward:
-            self.core = OptimizerInBackward(self.optimizer, sharding.units_of(net), clip=setting.clip)
+            self.core = OptimizerInBackward(self.optimizer, units_of(net), clip=setting.clip)
             self.core.attach()
 
     def backward(self) -> None:
@@ -251,10 +254,10 @@ def check_memory_and_time(device: torch.device, size: Size) -> list[Row]:
         for _ in range(3):
             run.step()
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+            restart_peak(device)
         seconds[in_backward] = median_time(run.step, device, size.steps)
         if device.type == "cuda":
-            peaks[in_backward] = torch.cuda.max_memory_allocated(device) / 2**20
+            peaks[in_backward] = peak(device) / MIB
         if not in_backward:
             run.backward()
             optimizer = median_time(run.optimizer.step, device, size.steps)  # the gradients stay
@@ -271,7 +274,7 @@ def check_memory_and_time(device: torch.device, size: Size) -> list[Row]:
     ]
     if not peaks:
         return [*rows, Row("peak memory", "needs a GPU")]
-    saved, gradients = peaks[False] - peaks[True], 2 * params / 2**20
+    saved, gradients = peaks[False] - peaks[True], 2 * params / MIB
     told = f"{peaks[False]:.0f} MiB ordinary, {peaks[True]:.0f} MiB in backward; all gradients are {gradients:.0f} MiB"
     return [*rows, Row("peak memory (max_memory_allocated)", told, saved > 0)]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import socket
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_bwdopt import sharding
 from lightning_bwdopt.loading import initialize, load_pretrained
+from lightning_bwdopt.memory import MIB
+from lightning_bwdopt.process_memory import memory_reader, peak, restart_peak
 
+CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 576,
@@ -54,29 +56,21 @@ def build(way: str, folder: str) -> torch.nn.Module:
     return model
 
 
-def resident(field: str) -> float:
-    """``VmRSS`` or its peak ``VmHWM`` of this process, in MiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"`{field}` is not in `/proc/self/status`: this measurement needs Linux.")
-
-
 def measure(rank: int, world_size: int, port: int, way: str, folder: str) -> None:
     """One rank: prints the peak growth of its resident set."""
     import transformers  # noqa: F401  # before the measurement begins
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present
-    before = resident("VmRSS")
+    restart_peak(CPU)
+    before = memory_reader(CPU)()
     model = build(way, folder)
-    grown = [torch.tensor([resident("VmHWM") - before]) for _ in range(world_size)]
+    grown = [torch.tensor([(peak(CPU) - before) / MIB]) for _ in range(world_size)]
     total = torch.stack([p.detach().full_tensor().double().sum() for p in model.parameters()]).sum()  # type: ignore[attr-defined]
     dist.all_gather(grown, grown[rank].clone())
     if rank == 0:
-        size = sum(p.numel() for p in model.parameters()) * 4 / 2**20
-        peaks = ", ".join(f"{float(peak):.0f}" for peak in grown)
+        size = sum(p.numel() for p in model.parameters()) * 4 / MIB
+        peaks = ", ".join(f"{float(growth):.0f}" for growth in grown)
         print(f"| {WAYS[way]} | {peaks} | {size:.0f} / {size / world_size:.0f} | {float(total):.6f} |", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal, get_args
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 Granularity = Literal["unit", "parameter"]
 GradientClipping = Literal["disable", "error", "exact"]
@@ -166,20 +167,56 @@ def check_hybrid_tensor_parallel(sharding_strategy: str, tensor_parallel_size: o
         )
 
 
-def mixed_precision_policy(fields: dict[str, Any]) -> MixedPrecisionPolicy:
-    """A policy from a dict as YAML has it, whose dtypes are names such as ``bfloat16`` or ``torch.bfloat16``.
+def check_timeout(value: Any) -> None:
+    """How long a collective call may take.
 
     Raises:
+        TypeError: it is no ``timedelta``; a number would not say of what.
+    """
+    if value is not None and not isinstance(value, timedelta):
+        raise TypeError(f"`timeout={value!r}` is not a `datetime.timedelta`. Pass one, as in `timedelta(minutes=30)`.")
+
+
+def check_offload_policy(value: Any) -> None:
+    """Whether parameters stay on the host, or how; any other object would count as ``True``.
+
+    Raises:
+        TypeError: it is neither a flag nor FSDP2's policy.
+    """
+    if not isinstance(value, bool | CPUOffloadPolicy):
+        raise TypeError(
+            f"`cpu_offload={value!r}` is neither `True` nor `False` nor a `torch.distributed.fsdp.CPUOffloadPolicy`"
+            " (FSDP1's class is another one). Pass one of them."
+        )
+
+
+def mixed_precision_policy(policy: Any) -> MixedPrecisionPolicy | None:
+    """FSDP2's policy, of what was passed: itself, or a dict of its fields with dtypes by name, as YAML has it.
+
+    Raises:
+        TypeError: it is neither, or a field has a value of another type.
         ValueError: a field or a dtype that there is not.
     """
-    parsed = dict(fields)
+    if policy is None:
+        return None
+    if not isinstance(policy, MixedPrecisionPolicy | dict):
+        raise TypeError(
+            f"`mp_policy={policy!r}` is neither a `torch.distributed.fsdp.MixedPrecisionPolicy` (FSDP1's"
+            " `MixedPrecision` is another class) nor a dict of its fields. Pass, say,"
+            " `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`, or leave it out to follow `Trainer(precision=…)`."
+        )
+    parsed = dict(policy if isinstance(policy, dict) else vars(policy))
     known = MixedPrecisionPolicy.__dataclass_fields__
-    for key, value in fields.items():
+    for key, value in parsed.items():
         if key not in known:
             raise ValueError(f"`mp_policy` has no field `{key}`. It has {', '.join(known)}.")
-        if key.endswith("dtype") and isinstance(value, str):
+        if not key.endswith("dtype"):
+            check_flag(f"mp_policy.{key}", value)
+        elif isinstance(value, str):
             dtype = getattr(torch, value.removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"`mp_policy` has `{key}: {value}`, which is no torch dtype. Write `bfloat16`, say.")
             parsed[key] = dtype
+        elif not (value is None or isinstance(value, torch.dtype)):
+            raise TypeError(f"`mp_policy` has `{key}: {value!r}`, which is no torch dtype. Write `bfloat16`, say.")
     return MixedPrecisionPolicy(**parsed)

@@ -20,8 +20,10 @@ from typing_extensions import override
 from lightning_bwdopt import arguments, checks, loading, sharding
 from lightning_bwdopt.arguments import GradientClipping, Granularity, NonFinite, ShardingStrategy, StateDictType
 from lightning_bwdopt.mode import InBackwardStrategy, log_units
+from lightning_bwdopt.policies import WrapPolicy, check_policy
 from lightning_bwdopt.remapping import remap_optimizers, remember_names
 from lightning_bwdopt.sharded_checkpoints import ShardedCheckpoints
+from lightning_bwdopt.units import named_units
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import _StrategyRegistry
@@ -62,7 +64,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         **unsupported: Nothing; names that ``FSDPStrategy`` takes are answered with their replacement.
 
     Raises:
-        TypeError: an unknown argument.
+        TypeError: an unknown argument, or a value of a wrong type.
         ValueError: an option out of its choices.
 
     Example::
@@ -76,8 +78,8 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         self,
         *,
         enabled: bool = True,
-        auto_wrap_policy: sharding.WrapPolicy | None = None,
-        activation_checkpointing_policy: sharding.WrapPolicy | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing_policy: WrapPolicy | None = None,
         sharding_strategy: ShardingStrategy = "FULL_SHARD",
         device_mesh: tuple[int, int] | None = None,
         cpu_offload: bool | CPUOffloadPolicy = False,
@@ -96,6 +98,10 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         if unsupported:
             known = list(inspect.signature(type(self)).parameters)[:-1]
             arguments.check_names(unsupported, known, arguments.FSDP1_ARGUMENTS)
+        check_policy("auto_wrap_policy", auto_wrap_policy)
+        check_policy("activation_checkpointing_policy", activation_checkpointing_policy)
+        arguments.check_offload_policy(cpu_offload)
+        arguments.check_timeout(timeout)
         arguments.check_sharding_strategy(sharding_strategy)
         arguments.check_choice("state_dict_type", state_dict_type, StateDictType)
         if data_parallel_size != "auto":
@@ -115,7 +121,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.sharding_strategy = sharding_strategy
         self.cpu_offload = cpu_offload
-        self.mp_policy = arguments.mixed_precision_policy(mp_policy) if isinstance(mp_policy, dict) else mp_policy
+        self.mp_policy = arguments.mixed_precision_policy(mp_policy)
         self._hybrid_sizes = device_mesh
 
     # Processes and mesh ---------------------------------------------------------------------------------------------
@@ -201,7 +207,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
 
         if trainer.state.fn == TrainerFn.FITTING:
             if self.enabled:
-                log_units(sharding.named_units(module))
+                log_units(named_units(module))
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self.cpu_offload:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_bwdopt import memory, sharding
 from lightning_bwdopt.loops import accumulates
 from lightning_bwdopt.mode import InBackwardStrategy
+from lightning_bwdopt.units import describe_units, named_units
 from lightning_bwdopt.views import local_tensor
 
 # The first step creates the optimizer's state; the second is like all that follow.
@@ -116,7 +117,7 @@ class MeasuredStep(Callback):
             "trainable": sum(trained.values()) / max(1, sum(sizes.values())),
             "strategy": type(strategy).__name__,
             "world_size": trainer.world_size,
-            "units": sharding.describe_units(sharding.named_units(module, strategy._blocks)),
+            "units": describe_units(named_units(module, strategy._blocks)),
         }
 
     def _on_gradient(self, param: Tensor) -> None:

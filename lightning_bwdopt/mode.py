@@ -23,6 +23,7 @@ from lightning_bwdopt.mixin import InBackwardBatch, OptimInBwdMixin, configure_o
 from lightning_bwdopt.optimizer import OptimizerInBackward
 from lightning_bwdopt.passes import run_backward
 from lightning_bwdopt.trainer_clipping import TrainerClipping
+from lightning_bwdopt.units import describe_units, units_of
 from lightning_bwdopt.views import local_tensor
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class InBackwardStrategy(Strategy):
             self.optimizers_in_backward.append(
                 OptimizerInBackward(
                     optimizer,
-                    sharding.units_of(module, self._blocks) if self.granularity == "unit" else None,
+                    units_of(module, self._blocks) if self.granularity == "unit" else None,
                     clip=self._clipping.exact,
                     on_nonfinite=self.on_nonfinite,
                     self_check=self.self_check,
@@ -278,7 +279,7 @@ class InBackwardStrategy(Strategy):
 
 def log_units(units: list[tuple[str, list[Tensor]]]) -> None:
     """Says once, at start, what steps together, and what little there is to gain where most is frozen."""
-    rank_zero_info(f"{sharding.describe_units(units)}.")
+    rank_zero_info(f"{describe_units(units)}.")
     params = [p for _, unit in units for p in unit]
     trainable = [p for p in params if p.requires_grad]
     total, moving = (sum(p.numel() for p in some) for some in (params, trainable))

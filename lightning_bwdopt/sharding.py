@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,15 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import CustomPolicy, always_wrap_policy
 from torch.utils._pytree import tree_map_only
 
-WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | CustomPolicy
-
-# Without FSDP small neighbours make one unit, up to this share of the model and these bytes: a step of few small
-# tensors is mostly overhead.
-_JOINED_SHARE = 1 / 8
-_JOINED_BYTES = 2 * 2**20
+from lightning_bwdopt.policies import WrapPolicy, picked
 
 
 def find_blocks(root: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Module]:
@@ -42,7 +34,7 @@ def find_blocks(root: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Mo
         TypeError: an entry that is no module class.
         ValueError: a policy that matches nothing.
     """
-    matches = _automatic(root) if policy is None else _matching(root, policy, "auto_wrap_policy")
+    matches = _automatic(root) if policy is None else picked(root, policy, "auto_wrap_policy")
     wanted = {id(module) for module in matches if module is not root and _can_be_unit(module)}
     blocks = [module for module in root.modules() if id(module) in wanted]
     if policy is not None and not blocks:
@@ -89,50 +81,6 @@ def _outermost(module: nn.Module, is_block: Callable[[nn.Module], bool]) -> Iter
             yield child
         else:
             yield from _outermost(child, is_block)
-
-
-def _matching(root: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Module]:
-    """The modules that a policy picks; ``argument`` is where the user passed it."""
-    if isinstance(policy, CustomPolicy):
-        # Its only interface, private in torch 2.13: a dict from the modules to wrap to FSDP1 arguments for each.
-        chosen = policy._run_policy(root, ignored_modules=set(), root_kwargs={})
-        if arguments := next((arguments for arguments in chosen.values() if arguments), None):
-            raise ValueError(
-                f"`{argument}` is a `CustomPolicy` that returns the FSDP1 arguments `{arguments!r}` for a module, and"
-                " all modules that it picks are treated alike here. Return `True` instead, or do it yourself in"
-                " `configure_model`."
-            )
-        return list(chosen)
-    if isinstance(policy, type):
-        raise TypeError(
-            f"`{argument}` is the class `{policy.__name__}`. Pass a set of classes, `{{{policy.__name__}}}`."
-        )
-    if not callable(policy):
-        classes = tuple(policy)
-        for entry in classes:
-            if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-                raise TypeError(
-                    f"`{argument}` has the entry `{entry!r}`, which is not a module class. Name classes, as in"
-                    " `{torch.nn.TransformerEncoderLayer}`."
-                )
-        return [module for module in root.modules() if isinstance(module, classes)]
-    if "recurse" in inspect.signature(policy).parameters or policy is always_wrap_policy:
-        matches: list[nn.Module] = []
-        _apply_fsdp1_policy(root, policy, matches)
-        return matches
-    return [module for module in root.modules() if policy(module)]
-
-
-def _apply_fsdp1_policy(module: nn.Module, policy: Callable[..., bool], matches: list[nn.Module]) -> int:
-    """Asks a policy as FSDP1 does, children first; how many elements of ``module`` are in a match."""
-    total = sum(p.numel() for p in module.parameters())
-    if not policy(module=module, recurse=True, nonwrapped_numel=total):
-        return 0
-    wrapped = sum(_apply_fsdp1_policy(child, policy, matches) for child in module.children())
-    if not policy(module=module, recurse=False, nonwrapped_numel=total - wrapped):
-        return wrapped
-    matches.append(module)
-    return total
 
 
 def _shares_parameters(root: nn.Module, block: nn.Module) -> bool:
@@ -230,7 +178,7 @@ def checkpoint_activations(root: nn.Module, policy: WrapPolicy) -> None:
         TypeError: an entry that is no module class.
         ValueError: a policy that matches nothing.
     """
-    matches = _matching(root, policy, "activation_checkpointing_policy")
+    matches = picked(root, policy, "activation_checkpointing_policy")
     modules = [module for module in matches if module is not root]
     if not modules:
         raise ValueError(
@@ -257,68 +205,3 @@ def reshard(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def named_units(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[tuple[str, list[Tensor]]]:
-    """The parameters that step together: each FSDP module's own; without FSDP each block's, then each other module's.
-
-    A parameter is in the first unit that has it, innermost modules first. Without FSDP small neighbours are joined.
-
-    Returns:
-        ``(class of the module, parameters)`` of each unit; parameters are whole tensors or DTensors.
-    """
-    seen: set[int] = set()
-    if is_sharded(root):
-        owners = [module for module in reversed(list(root.modules())) if isinstance(module, FSDPModule)]
-        return _partition(((class_name(owner), owner.parameters()) for owner in owners), seen)
-    limit = min(sum(map(_nbytes, root.parameters())) * _JOINED_SHARE, _JOINED_BYTES)
-    inside = _partition(((class_name(block), block.parameters()) for block in blocks), seen)
-    rest = ((class_name(module), module.parameters(recurse=False)) for module in root.modules())
-    return [*_join_small(inside, limit), *_join_small(_partition(rest, seen), limit)]
-
-
-def units_of(root: nn.Module, blocks: Iterable[nn.Module] = ()) -> list[list[Tensor]]:
-    """The parameters of each of :func:`named_units`."""
-    return [params for _, params in named_units(root, blocks)]
-
-
-def describe_units(units: Sequence[tuple[str, list[Tensor]]]) -> str:
-    """The units with their sizes, equal ones together: ``3 units: 2 x Block (3.5 M parameters each), Head (0.1 M)``."""
-    counts = Counter((name, sum(p.numel() for p in params)) for name, params in units)
-    return f"{len(units)} unit{'s' * (len(units) != 1)}: " + ", ".join(
-        f"{count} x {name} ({_count(size)} parameters each)" if count > 1 else f"{name} ({_count(size)})"
-        for (name, size), count in counts.items()
-    )
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e6:.1f} M" if number >= 1e5 else str(number)
-
-
-def _partition(candidates: Iterable[tuple[str, Iterable[Tensor]]], seen: set[int]) -> list[tuple[str, list[Tensor]]]:
-    units: list[tuple[str, list[Tensor]]] = []
-    for name, params in candidates:
-        unit = [p for p in params if id(p) not in seen]
-        seen.update(map(id, unit))
-        if unit:
-            units.append((name, unit))
-    return units
-
-
-def _join_small(units: Iterable[tuple[str, list[Tensor]]], limit: float) -> list[tuple[str, list[Tensor]]]:
-    joined: list[tuple[str, list[Tensor]]] = []
-    size = 0
-    for name, unit in units:
-        own = sum(map(_nbytes, unit))
-        if joined and size + own <= limit:
-            names, params = joined[-1]
-            joined[-1] = (names if name in names.split(", ") else f"{names}, {name}", params + unit)
-            size += own
-        else:
-            joined.append((name, unit))
-            size = own
-    return joined
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -14,6 +14,7 @@ from lightning_bwdopt import arguments, checks, sharding
 from lightning_bwdopt.arguments import GradientClipping, Granularity, NonFinite
 from lightning_bwdopt.checkpoints import Checkpoints
 from lightning_bwdopt.mode import InBackwardStrategy, log_units
+from lightning_bwdopt.units import named_units
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import _StrategyRegistry
@@ -85,7 +86,7 @@ class SingleDeviceOptimInBwdStrategy(InBackwardStrategy, Checkpoints, SingleDevi
         self._blocks = sharding.find_blocks(self.lightning_module)
         super().setup(trainer)
         if self.enabled and trainer.state.fn == TrainerFn.FITTING:
-            log_units(sharding.named_units(self.lightning_module, self._blocks))
+            log_units(named_units(self.lightning_module, self._blocks))
 
     @classmethod
     @override

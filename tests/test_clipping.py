@@ -17,7 +17,7 @@ from lightning_bwdopt import (
     OptimizerInBackward,
     SingleDeviceOptimInBwdStrategy,
 )
-from lightning_bwdopt.sharding import units_of
+from lightning_bwdopt.units import units_of
 
 LIMIT = {"norm": 0.02, "value": 0.003}  # below what the gradients have in every step
 

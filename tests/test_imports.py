@@ -22,6 +22,7 @@ TORCH_ONLY = [
     "misfits",
     "optimizer",
     "passes",
+    "policies",
     "process_memory",
     "rates",
     "refusals",
@@ -30,6 +31,7 @@ TORCH_ONLY = [
     "states",
     "timeline",
     "trials",
+    "units",
     "views",
 ]
 

@@ -19,6 +19,8 @@ from torch.distributed.fsdp.wrap import (
 
 from helpers import Block, Net, run_distributed
 from lightning_bwdopt import sharding
+from lightning_bwdopt.policies import WrapPolicy
+from lightning_bwdopt.units import describe_units, named_units, units_of
 
 
 def names(root: nn.Module, blocks: list[nn.Module]) -> list[str]:
@@ -128,17 +130,17 @@ def test_transformers_models(name: str) -> None:
         model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**settings))
     blocks = sharding.find_blocks(model)
     assert names(model, blocks) == expected
-    units = sharding.units_of(model, blocks)
+    units = units_of(model, blocks)
     params = [id(p) for unit in units for p in unit]
     assert sorted(params) == sorted(id(p) for p in model.parameters())
 
 
 def test_units_are_described_with_their_sizes() -> None:
     net = Net()
-    told = sharding.describe_units(sharding.named_units(net, sharding.find_blocks(net)))
+    told = describe_units(named_units(net, sharding.find_blocks(net)))
     assert told == "5 units: 3 x Block (177 parameters each), Linear (70), Linear (11)"
     big = nn.Linear(1000, 200, bias=False, device="meta")
-    assert sharding.describe_units(sharding.named_units(big)) == "1 unit: Linear (0.2 M)"
+    assert describe_units(named_units(big)) == "1 unit: Linear (0.2 M)"
 
 
 def test_policy_that_matches_nothing() -> None:
@@ -160,7 +162,7 @@ def test_policy_that_matches_nothing() -> None:
     [{Block}, lambda module: isinstance(module, Block), ModuleWrapPolicy({Block})],
     ids=["classes", "callable", "wrap_policy"],
 )
-def test_activations_of_chosen_modules_are_recomputed(policy: sharding.WrapPolicy) -> None:
+def test_activations_of_chosen_modules_are_recomputed(policy: WrapPolicy) -> None:
     net, called = Net(), []
     for module in net.modules():
         if isinstance(module, nn.Linear):
@@ -173,7 +175,7 @@ def test_activations_of_chosen_modules_are_recomputed(policy: sharding.WrapPolic
 
 def test_units_on_one_device_cover_each_parameter_once() -> None:
     net = Net()
-    units = sharding.units_of(net, sharding.find_blocks(net))
+    units = units_of(net, sharding.find_blocks(net))
     flat = [id(p) for unit in units for p in unit]
     assert sorted(flat) == sorted(id(p) for p in net.parameters())
     assert {id(p) for p in net.blocks[0].parameters()} in [{id(p) for p in unit} for unit in units]
@@ -189,7 +191,7 @@ def check_shard() -> None:
         "blocks.1",
         "blocks.2",
     ]
-    units = sharding.units_of(net)
+    units = units_of(net)
     assert [len(unit) for unit in units] == [6, 6, 6, 4]
     assert sum(len(unit) for unit in units) == len(list(net.parameters()))
     net.scale = nn.Parameter(torch.zeros(()))

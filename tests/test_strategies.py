@@ -11,7 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import lightning_bwdopt
 from helpers import Lit, Net, assert_equal, loader, observables, run_distributed, seeded, trainer
@@ -213,6 +214,18 @@ def test_registered_names() -> None:
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 0)}, ValueError, "pair of positive sizes"),
         ({"mp_policy": {"param_dtype": "bfloat"}}, ValueError, "no torch dtype"),
         ({"mp_policy": {"parameter_dtype": "bfloat16"}}, ValueError, "has no field `parameter_dtype`"),
+        ({"mp_policy": {"param_dtype": 16}}, TypeError, "`param_dtype: 16`, which is no torch dtype"),
+        ({"mp_policy": {"cast_forward_inputs": "no"}}, TypeError, "cast_forward_inputs='no'` is neither"),
+        ({"mp_policy": MixedPrecisionPolicy("bf16")}, ValueError, "`param_dtype: bf16`"),  # type: ignore[arg-type]
+        ({"mp_policy": "bf16"}, TypeError, "`mp_policy='bf16'` is neither.*leave it out to follow"),
+        ({"mp_policy": fsdp.MixedPrecision()}, TypeError, "FSDP1's `MixedPrecision` is another class"),
+        ({"cpu_offload": fsdp.CPUOffload(offload_params=False)}, TypeError, "offload_params=False.*Pass one of them"),
+        ({"cpu_offload": fsdp.OffloadPolicy()}, TypeError, "is neither `True` nor `False`"),
+        ({"cpu_offload": "false"}, TypeError, "`cpu_offload='false'` is neither"),
+        ({"timeout": 5}, TypeError, "`timeout=5` is not a `datetime.timedelta`"),
+        ({"auto_wrap_policy": "Block"}, TypeError, "`auto_wrap_policy='Block'` is neither a set.*import paths"),
+        ({"auto_wrap_policy": nn.Linear}, TypeError, "is the class `Linear`. Pass a set of classes"),
+        ({"activation_checkpointing_policy": {"Linear"}}, TypeError, "the entry `'Linear'`, which is not a module"),
     ],
 )
 def test_refused_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from helpers import assert_equal, run_distributed
 from lightning_bwdopt import OptimizerInBackward
 from lightning_bwdopt.clipping import total_norm
-from lightning_bwdopt.sharding import find_blocks, shard, units_of
+from lightning_bwdopt.sharding import find_blocks, shard
+from lightning_bwdopt.units import units_of
 from lightning_bwdopt.views import ELEMENTWISE_OPTIMIZERS
 
 OWN_FLAGS: dict[str, list[dict[str, Any]]] = {
