@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -62,6 +63,10 @@ class OptimInBwdMonitor(LearningRateMonitor):
 
     @override
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if not trainer.loggers:  # `LearningRateMonitor` would say so of itself
+            raise MisconfigurationException(
+                "`OptimInBwdMonitor` has nowhere to log to: the Trainer has no logger. Pass one, or leave it out."
+            )
         super().on_train_start(trainer, *args, **kwargs)
         for core in _cores(trainer).values():
             core.treatment.sums_norm |= self.log_grad_norm

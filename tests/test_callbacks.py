@@ -289,5 +289,5 @@ def test_monitor_logs_held_gradients_as_those_of_an_ordinary_run() -> None:
 def test_monitor_without_a_logger_is_refused() -> None:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    with pytest.raises(MisconfigurationException, match="`Trainer` that has no logger"):
+    with pytest.raises(MisconfigurationException, match="`OptimInBwdMonitor` has nowhere to log to"):
         observe("automatic", callbacks=lambda: [OptimInBwdMonitor()], logger=False)
