@@ -50,16 +50,19 @@ def pairs(times: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def growth(results: list[dict[str, Any]]) -> dict[str, float]:
-    """By how much the step of each way grows from 288 to 2,880 small parameters, where both were measured."""
-    medians: dict[tuple[str, str], float] = {}
+def growth(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """By how much a way's step, and the optimizer in it, grow from 288 to 2,880 small parameters, where both ran."""
+    medians: dict[str, dict[str, dict[str, float]]] = {"many-small": {}, "many-small-x10": {}}
     for result in results:
         for way, row in result["ways"].items():
-            if "step_ms" in row:
-                medians[f"{way}, {result['ranks']} rank(s)", result["scenario"]] = row["step_ms"]["median"]
-    small = {key: value for (key, scenario), value in medians.items() if scenario == "many-small"}
-    large = {key: value for (key, scenario), value in medians.items() if scenario == "many-small-x10"}
-    return {key: round(large[key] / small[key], 2) for key in small if key in large}
+            if result["scenario"] in medians and "step_ms" in row:
+                times = {kind: row[f"{kind}_ms"]["median"] for kind in ("step", "optimizer")}
+                medians[result["scenario"]][f"{way}, {result['ranks']} rank(s)"] = times
+    small, large = medians.values()
+    return {
+        key: {kind: round(large[key][kind] / value, 2) for kind, value in small[key].items()}
+        for key in small.keys() & large.keys()
+    }
 
 
 def table(scenario: str, ranks: int, results: dict[str, Any], paired: dict[str, Any]) -> str:
