@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 Granularity = Literal["unit", "parameter"]
@@ -119,8 +120,8 @@ def check_parallel_sizes(data_parallel_size: int, tensor_parallel_size: int, wor
     if data_parallel_size < 1 or tensor_parallel_size < 1 or data_parallel_size * tensor_parallel_size != world_size:
         raise ValueError(
             f"`data_parallel_size={data_parallel_size}` times `tensor_parallel_size={tensor_parallel_size}` is"
-            f" {data_parallel_size * tensor_parallel_size} ranks, and there are {world_size}. Choose sizes whose"
-            f" product is {world_size}; `data_parallel_size='auto'` is the world size over `tensor_parallel_size`."
+            f" {data_parallel_size * tensor_parallel_size} ranks, and the world size is {world_size}. Choose sizes with"
+            " that product; `data_parallel_size='auto'` is the world size over `tensor_parallel_size`."
         )
 
 
@@ -165,6 +166,27 @@ def check_hybrid_tensor_parallel(sharding_strategy: str, tensor_parallel_size: o
             " three dimensions. Use `'FULL_SHARD'` beside tensor parallelism, or apply `fully_shard` with a mesh of"
             " your own in `configure_model`."
         )
+
+
+def unit_lists(units: Any) -> list[list[Tensor]] | None:
+    """The ``units`` of a core as lists.
+
+    Raises:
+        TypeError: they are no lists of tensors; anything else would be passed over in silence.
+    """
+    if units is None:
+        return None
+    remedy = "Pass a list of lists of parameters, `[list(block.parameters()) for block in blocks]`, or `None`."
+    if not isinstance(units, Iterable):
+        raise TypeError(f"`units={units!r}` is not a list. {remedy}")
+    lists = []
+    for unit in units:
+        if isinstance(unit, Tensor | str) or not isinstance(unit, Iterable):
+            raise TypeError(f"`units` has a `{type(unit).__name__}` in the place of a list. {remedy}")
+        lists.append(list(unit))
+        if wrong := [entry for entry in lists[-1] if not isinstance(entry, Tensor)]:
+            raise TypeError(f"`units` has `{wrong[0]!r}` in the place of a parameter. {remedy}")
+    return lists
 
 
 def check_timeout(value: Any) -> None:

@@ -55,9 +55,10 @@ class Checkpoints(Strategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if all(name == states.clean_name(name) for name in state):
+        names = states.clean_names(state)
+        if all(name == clean for name, clean in names.items()):
             return state  # with the versions of its modules
-        return {states.clean_name(name): value for name, value in state.items()}
+        return {names[name]: value for name, value in state.items()}
 
     # Reading --------------------------------------------------------------------------------------------------------
 

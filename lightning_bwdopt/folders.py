@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +187,22 @@ def _nested(flat: Mapping[tuple[Any, ...], Any]) -> Any:
     return {key: _nested(branch) for key, branch in branches.items()}
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Says of a failure to write which checkpoint it is about, on which ranks, and why."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # a `BaseException`, whose text is tracebacks
+        reasons = "; ".join(
+            f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()
+        )
+        raise RuntimeError(f"Writing the checkpoint `{path}` failed. {reasons}") from error
+    except Exception as error:
+        raise RuntimeError(f"Writing the checkpoint `{path}` failed: {error}") from error
+
+
 class FolderWriter:
     """Writes sharded checkpoints, beside training where that is asked for; one at a time."""
 
@@ -212,7 +229,8 @@ class FolderWriter:
 
         partial = storage.partial_path(path)
         if not beside:
-            dcp.save(state, checkpoint_id=partial)
+            with _naming(path):
+                dcp.save(state, checkpoint_id=partial)
             self._publish(meta, path)
             return
         if self._group is None:
@@ -230,16 +248,12 @@ class FolderWriter:
         Raises:
             RuntimeError: the save that was being written failed.
         """
-        from torch.distributed.checkpoint import CheckpointException
-
         if self._pending is None:
             return
         path, done = self._pending
         self._pending = None
-        try:
+        with _naming(path):
             done.result()
-        except (Exception, CheckpointException) as error:  # the latter is no `Exception`
-            raise RuntimeError(f"Writing the checkpoint `{path}` beside training failed: {error}") from error
 
     def close(self) -> None:
         """Waits, and gives the thread and the process group back."""

@@ -131,7 +131,7 @@ class FSDPOptimInBwdStrategy(InBackwardStrategy, ShardedCheckpoints):
         world_size, tensor_parallel = self.num_nodes * self.num_processes, self._tensor_parallel_size
         assert isinstance(tensor_parallel, int)
         if self._data_parallel_size == "auto":
-            self._data_parallel_size = world_size // max(tensor_parallel, 1)
+            self._data_parallel_size = world_size // max(tensor_parallel, 1) or 1
         arguments.check_parallel_sizes(self._data_parallel_size, tensor_parallel, world_size)
         super().setup_environment()
 

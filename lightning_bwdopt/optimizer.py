@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_bwdopt import refusals
-from lightning_bwdopt.arguments import NonFinite
+from lightning_bwdopt.arguments import NonFinite, check_flag, unit_lists
 from lightning_bwdopt.attached import AttachedOptimizer
 from lightning_bwdopt.clipping import GradientTreatment
 from lightning_bwdopt.passes import run_backward
@@ -129,7 +129,7 @@ class OptimizerInBackward:
             parameters one by one changes the result.
 
     Raises:
-        TypeError: ``optimizer`` is not a :class:`torch.optim.Optimizer`.
+        TypeError: ``optimizer`` is not a :class:`torch.optim.Optimizer`, or an option has a value of a wrong type.
         ValueError: an option is invalid, or the optimizer cannot step its parameters one by one.
 
     Example::
@@ -156,6 +156,8 @@ class OptimizerInBackward:
     ) -> None:
         if not (isinstance(optimizer, Optimizer) and hasattr(optimizer, "param_groups")):
             raise refusals.not_an_optimizer(optimizer)
+        check_flag("grad_norm", grad_norm)
+        check_flag("self_check", self_check)
         check_optimizer(optimizer, probe=self_check)
         self.optimizer = optimizer
         self.treatment = GradientTreatment(clip, grad_norm, on_nonfinite)
@@ -165,7 +167,7 @@ class OptimizerInBackward:
         self.steps = 0  # how many steps have ended, for messages
         self.leaves_out_step = False  # `on_nonfinite="skip"` drops every gradient until the step ends
         self.calls_step = False  # the loop calls `optimizer.step()`, so that ends a step; otherwise backward's end
-        self._wanted_units = None if units is None else [list(unit) for unit in units]
+        self._wanted_units = unit_lists(units)
         self._units: list[_Unit] = []
         self._unit_of: dict[int, _Unit] = {}
         self._layout: list[list[int]] = []  # ids of the parameters in each group that the units were built for

@@ -110,12 +110,17 @@ def shard(
         **options: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ``offload_policy`` of ``fully_shard``.
 
     Raises:
-        ValueError: a 0-d parameter, which FSDP2 cannot shard.
+        ValueError: a parameter that FSDP2 cannot shard: 0-d, or trainable and without elements.
     """
     if scalars := [name for name, p in root.named_parameters() if p.ndim == 0]:
         raise ValueError(
             f"The parameter `{scalars[0]}` is 0-dimensional, which `fully_shard` cannot split over ranks. Declare it"
             " with one element, `nn.Parameter(torch.zeros(1))`, and use it as before: it broadcasts."
+        )
+    if empty := [name for name, p in root.named_parameters() if p.numel() == 0 and p.requires_grad]:
+        raise ValueError(
+            f"The parameter `{empty[0]}` has no elements, and FSDP2 cannot reduce its gradient. Leave it out of the"
+            " model, or freeze it with `requires_grad_(False)`."
         )
     for block in reversed(list(blocks)):
         fully_shard(block, **options)

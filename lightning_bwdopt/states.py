@@ -38,9 +38,27 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
+def clean_names(names: Iterable[str]) -> dict[str, str]:
+    """``name -> clean_name(name)``.
+
+    Raises:
+        ValueError: two of them become one, so that a checkpoint would lose what is under the other.
+    """
+    cleaned = {name: clean_name(name) for name in names}
+    first: dict[str, str] = {}
+    for name, clean in cleaned.items():
+        if first.setdefault(clean, name) != name:
+            raise ValueError(
+                f"`{first[clean]}` and `{name}` have one name in a checkpoint, `{clean}`: `_orig_mod` and"
+                " `_checkpoint_wrapped_module` are what torch puts into names, and left out. Give the module another."
+            )
+    return cleaned
+
+
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """``id(parameter) -> name``, in the order of ``module.parameters()``."""
-    return {id(param): clean_name(name) for name, param in module.named_parameters()}
+    named = dict(module.named_parameters())
+    return {id(named[name]): clean for name, clean in clean_names(named).items()}
 
 
 # Whole tensors on rank 0 --------------------------------------------------------------------------------------------

@@ -70,8 +70,18 @@ def write_file(content: Any, path: Path) -> None:
 
 
 def save(content: Any, path: Path) -> None:
-    """``torch.save`` that returns when the content is on the disk, and not only in the system's memory."""
-    torch.save(content, path)
+    """``torch.save`` that returns when the content is on the disk, and not only in the system's memory.
+
+    Raises:
+        OSError: the file cannot be written; what could be is removed.
+    """
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:
+        if "inline_container" not in str(error):  # torch's writer of files, which tells neither the file nor the cause
+            raise
+        path.unlink(missing_ok=True)
+        raise OSError(f"`{path}` cannot be written; the disk may be full, or the folder read-only ({error})") from error
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 

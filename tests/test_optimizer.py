@@ -354,3 +354,20 @@ def test_refused_clip_limits(clip: Any) -> None:
 def test_refused_clip_kind() -> None:
     with pytest.raises(ValueError, match=r"clip=\('nrom', 1.0\)"):
         OptimizerInBackward(torch.optim.SGD(nn.Linear(2, 2).parameters()), clip=("nrom", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"units": [torch.ones(2)]}, "`units` has a `Tensor` in the place of a list. Pass a list of lists"),
+        ({"units": ["stem.weight"]}, "`units` has a `str` in the place of a list"),
+        ({"units": [nn.Linear(2, 2)]}, "`units` has a `Linear` in the place of a list"),
+        ({"units": [["stem.weight"]]}, "`units` has `'stem.weight'` in the place of a parameter"),
+        ({"units": 5}, "`units=5` is not a list"),
+        ({"grad_norm": "no"}, "`grad_norm='no'` is neither `True` nor `False`"),
+        ({"self_check": "no"}, "`self_check='no'` is neither `True` nor `False`"),
+    ],
+)
+def test_refused_types(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        OptimizerInBackward(torch.optim.SGD(Net().parameters()), **options)

@@ -92,7 +92,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 def check_bad_sizes() -> None:
     for options, match in (
-        ({"tensor_parallel_size": 3}, "times `tensor_parallel_size=3` is 0 ranks, and there are 2"),
+        ({"tensor_parallel_size": 3}, "times `tensor_parallel_size=3` is 3 ranks, and the world size is 2"),
         ({"data_parallel_size": 3}, "`data_parallel_size=3` times `tensor_parallel_size=1` is 3 ranks"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}, "2 x 2 = 4 ranks, and there are 2"),
         ({"sharding_strategy": "HYBRID_SHARD"}, "there is one node of 2 ranks: nothing would be replicated"),

@@ -197,6 +197,13 @@ def check_shard() -> None:
     net.scale = nn.Parameter(torch.zeros(()))
     with pytest.raises(ValueError, match="`scale` is 0-dimensional"):
         sharding.shard(net, [], mesh=mesh, reshard_after_forward=True)
+    net = Net()
+    net.blocks[1].none = nn.Linear(0, 2, bias=False)
+    with pytest.raises(ValueError, match="`blocks.1.none.weight` has no elements.*freeze it"):
+        sharding.shard(net, [], mesh=mesh, reshard_after_forward=True)
+    net.blocks[1].none.requires_grad_(False)
+    sharding.shard(net, [], mesh=mesh, reshard_after_forward=True)
+    net(torch.ones(2, 6)).sum().backward()
 
 
 def test_shard() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from helpers import assert_equal, run_distributed
+from checkpoint_runs import Plain, fit, single
+from helpers import assert_equal, run_distributed, seeded
 from lightning_bwdopt import states
 
 
@@ -53,3 +56,21 @@ def check_gathers() -> None:
 
 def test_gathers() -> None:
     run_distributed(check_gathers)
+
+
+def test_names_that_become_one_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    assert set(states.parameter_names(torch.compile(net, backend="eager")).values()) == {"0.weight", "0.bias"}
+    net[0]._orig_mod = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match=r"`0.weight` and `0._orig_mod.weight` have one name in a checkpoint"):
+        states.parameter_names(net)
+    with pytest.raises(ValueError, match="Give the module another"):
+        fit(single(), seeded(Collides))
+
+
+class Collides(Plain):
+    """Has a module by the name that `torch.compile` gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.stem._orig_mod = nn.Linear(6, 10)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpoint_runs import Plain, fit, single
@@ -95,6 +98,29 @@ def test_names_as_long_as_a_file_system_takes(
     storage.remove(path)
     storage.write_file(0, path)
     assert os.listdir(tmp_path) == [name]
+
+
+def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    storage.write_file("old", path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="`.*last.ckpt.partial` cannot be written; the disk may be full"):
+            storage.write_file(torch.zeros(200_000), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert torch.load(path) == "old"
+    with pytest.raises(RuntimeError, match="of its own"):  # no failure to write
+        storage.write_file(Unpicklable(), path)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("of its own")
 
 
 def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
