@@ -97,6 +97,10 @@ def in_two_groups(name: str, params: list[nn.Parameter], flags: dict[str, Any]) 
     return optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
 
+def sharded_values(optimizer: Optimizer) -> list[Tensor]:
+    return [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, DTensor)]
+
+
 def check_same_as_dtensors() -> int:
     noise = torch.Generator().manual_seed(0)
     checked = 0
@@ -108,6 +112,7 @@ def check_same_as_dtensors() -> int:
         optimizer_of_ours, scheduler_of_ours = in_two_groups(name, ours, flags)
         with OptimizerInBackward(optimizer_of_ours, [ours[:2], ours[2:]]) as core:
             assert all(unit.view._on_shards for unit in core._units)
+            held: list[Tensor] = []
             for step in range(4):
                 for one, other, shape in zip(expected, ours, SHAPES, strict=True):
                     gradient = torch.randn(shape, generator=noise)
@@ -120,7 +125,16 @@ def check_same_as_dtensors() -> int:
                 assert_equal(portrait(ours), portrait(expected), f"{name} {flags} step {step}")
                 states = portrait(optimizer_of_ours.state_dict()), portrait(optimizer.state_dict())
                 assert_equal(*states, f"{name} {flags} step {step}")
+                before, held = held, sharded_values(optimizer_of_ours)
+                assert step < 2 or [id(value) for value in before] == [id(value) for value in held], f"{name} {flags}"
         checked += 1
+    plain, (sharded,) = nn.Parameter(torch.ones(2)), sharded_like([torch.ones(4, 2)])
+    optimizer = torch.optim.Adam([sharded, plain])
+    with OptimizerInBackward(optimizer) as core:
+        plain.grad = torch.ones(2)
+        optimizer.step()
+        # Of a group with DTensors torch steps no parameter with foreach, whatever the device.
+        assert core.used_groups[0]["foreach"] is False
     return checked
 
 
