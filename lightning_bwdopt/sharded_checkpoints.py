@@ -69,7 +69,7 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
             with self._together():
                 if (local := storage.local_path(path)) is not None:
                     check_replaceable(local)
-            Strategy.save_checkpoint(self, checkpoint, path, storage_options)
+                Strategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise TypeError(
@@ -85,7 +85,8 @@ class ShardedCheckpoints(Checkpoints, ModelParallelStrategy):
         state = {MODEL_KEY: checkpoint.pop(MODEL_KEY)}
         for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer_state
-        self._writer.save(state, checkpoint, folder, beside=self._saves_beside())
+        with self._together():
+            self._writer.save(state, checkpoint, folder, beside=self._saves_beside())
 
     def _saves_beside(self) -> bool:
         """Whether training goes on while a folder is written: as asked for with Lightning's plugin for files."""

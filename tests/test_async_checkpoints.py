@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_runs import Plain, fit, ours, read, single
 from helpers import assert_equal, run_distributed, seeded
-from lightning_bwdopt import consolidate, storage
+from lightning_bwdopt import CheckpointError, consolidate, storage
 from lightning_bwdopt.checkpoint_files import FileCheckpointIO
 from lightning_bwdopt.folders import Folder, FolderWriter
 
@@ -82,6 +82,11 @@ def check_folders(tmp: str) -> None:
     for how in (beside, {}):
         with pytest.raises(RuntimeError, match=r"Writing the checkpoint `.*blocked/it` failed. rank 0: \w+Error: .*it"):
             fit(ours("sharded"), seeded(Plain), ranks=2, save=blocked / "it", **how)
+    # Rank 0 alone writes a file; the other must not wait for it.
+    rank = torch.distributed.get_rank()
+    error, match = (FileExistsError, "blocked") if rank == 0 else (CheckpointError, "Rank 0 could not: FileExistsError")
+    with pytest.raises(error, match=match):
+        fit(ours(), seeded(Plain), ranks=2, save=blocked / "it")
 
 
 def check_snapshot(tmp: str) -> None:
