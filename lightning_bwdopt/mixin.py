@@ -33,6 +33,8 @@ class OptimInBwdMixin:
     with the mode on, each training batch runs as manual optimization: the mixin calls ``manual_backward``, which steps,
     and counts the step. ``automatic_optimization`` is ``False`` from the start of the batch to the end of its backward,
     and as declared everywhere else. With the mode off or under another strategy the module is an ordinary one.
+    A module that declares ``automatic_optimization = False`` calls ``manual_backward`` and ``step`` itself; one that
+    only returns its losses trains nothing, and is warned of.
 
     Raises:
         TypeError: at class creation, when the mixin comes after ``LightningModule``.

@@ -24,6 +24,7 @@ from lightning_bwdopt.optimizer import OptimizerInBackward
 from lightning_bwdopt.passes import run_backward
 from lightning_bwdopt.trainer_clipping import TrainerClipping
 from lightning_bwdopt.units import describe_units, units_of
+from lightning_bwdopt.unused_losses import UnusedLosses
 from lightning_bwdopt.views import local_tensor
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class InBackwardStrategy(Strategy):
         self.step_half_applied = False  # an exception left a backward pass in which parameters may have moved
         self._blocks: list[nn.Module] = []
         self._clipping: TrainerClipping | None = None
+        self._unused_losses: UnusedLosses | None = None  # of a module of the mixin that steps by itself
         self._warned: set[str] = set()
         self._frequencies: dict[int, tuple[LRSchedulerConfig, int]] = {}  # of schedulers that wait for this batch
 
@@ -115,6 +117,8 @@ class InBackwardStrategy(Strategy):
         self._clipping.take_over()
         if self._runs_manual_path():
             InBackwardBatch.install(module.trainer)
+        elif isinstance(module, OptimInBwdMixin):
+            self._unused_losses = UnusedLosses(module, self.optimizers_in_backward, self._warn)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -129,6 +133,8 @@ class InBackwardStrategy(Strategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self._unused_losses is not None:
+            self._unused_losses.tell()
         self._detach()
 
     @override
@@ -139,6 +145,7 @@ class InBackwardStrategy(Strategy):
 
     def _detach(self) -> None:
         self._release_schedulers()
+        self._unused_losses = None
         for core in self.optimizers_in_backward:
             core.remove()
         if self._clipping is not None:
@@ -153,6 +160,8 @@ class InBackwardStrategy(Strategy):
         cores = self._attached()
         if not cores:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._unused_losses is not None:
+            self._unused_losses.note_backward()
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
@@ -173,7 +182,10 @@ class InBackwardStrategy(Strategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._noticing_interruption():  # of a module that calls `manual_backward` itself
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if self._unused_losses is not None:
+            self._unused_losses.note_output(output)
+        return output
 
     def _hold_schedulers(self) -> None:
         """A step that was left out is none for the schedulers, which Lightning steps after each batch.

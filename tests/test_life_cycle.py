@@ -277,8 +277,8 @@ def _looks_for_a_checkpoint(test: Any) -> Any:
 
 @pytest.fixture
 def _ctrl_c() -> Iterator[None]:
-    """Lightning leaves Ctrl-C ignored after one."""
-    handler = signal.getsignal(signal.SIGINT)
+    """Lightning leaves Ctrl-C ignored after one, and so does a shell for what it starts in the background."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -393,3 +394,53 @@ def test_optimization_is_manual_from_a_batch_to_the_end_of_its_backward() -> Non
     trainer(max_steps=3, strategy=SingleDeviceOptimInBwdStrategy(enabled=False)).fit(ordinary, loader(3), loader(2))
     assert len(ordinary.seen) == 5
     assert all(ordinary.seen.values())
+
+
+class OnlyReturns(OptimInBwdMixin, Lit):
+    """Declares manual optimization, and leaves the backward to the mixin, or to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class ReturnsInDict(OnlyReturns):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx)}
+
+
+@pytest.mark.parametrize(("module", "batches", "told"), [(OnlyReturns, 12, 10), (ReturnsInDict, 3, 6)])
+def test_a_loss_that_is_only_returned_is_told_of(module: type[Lit], batches: int, told: int) -> None:
+    settings: dict[str, Any] = {"max_steps": -1, "max_epochs": 2, "batches": batches}
+    ordinary, run = (observe(loop, module, **settings) for loop in ("ordinary", "automatic"))
+    said = f"`{module.__name__}` sets `automatic_optimization = False`.*returned {told} losses.*nothing is trained"
+    (warning,) = (text for text in run["warnings"] if text not in ordinary["warnings"])
+    assert re.match(said, warning)
+    start = {name: weight.detach() for name, weight in seeded(module).named_parameters()}
+    for result in (ordinary, run):  # the ordinary one does not say so
+        assert_equal(result["weights"], start)
+
+
+class LeavesOutBatches(OptimInBwdMixin, Manual):
+    """Sends no loss backward in the first batches, and in every second one."""
+
+    how = "manual_backward"
+
+    def train_on(self, loss: Tensor) -> None:
+        batch = len(self.losses)
+        if batch < 4 or batch % 2:
+            return
+        if self.how == "manual_backward":
+            super().train_on(loss)
+            return
+        loss.backward()  # which the strategy does not see
+        optimizer = self.optimizers(use_pl_optimizer=self.how == "backward")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["manual_backward", "backward", "backward of the raw optimizer"])
+def test_a_module_that_leaves_out_batches_is_not_warned_of(how: str) -> None:
+    module = type("Leaves", (LeavesOutBatches,), {"how": how})
+    run = assert_same_runs(module, loops=("automatic",), max_steps=-1, max_epochs=1, batches=16)
+    assert moved(run["weights"], module)
