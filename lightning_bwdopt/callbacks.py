@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_bwdopt import plots
 from lightning_bwdopt.clipping import total_norm
-from lightning_bwdopt.loops import accumulates
 from lightning_bwdopt.mode import InBackwardStrategy
 from lightning_bwdopt.process_memory import memory_reader
 from lightning_bwdopt.timeline import Recording, read_csv, write_csv
@@ -177,6 +176,7 @@ class MemoryTimeline(Callback):
         self.draw = draw
         self.file: Path | None = None
         self._recording: Recording | None = None
+        self._begun_at = 0  # the `global_step` at which the recording began
         self._handles: list[Any] = []
 
     @override
@@ -185,7 +185,7 @@ class MemoryTimeline(Callback):
         memory_reader(trainer.strategy.root_device)
         self._folder(trainer).mkdir(parents=True, exist_ok=True)
         self.file = None
-        if trainer.global_step > self.step:
+        if self._is_past(trainer):
             rank_zero_warn(
                 f"`MemoryTimeline(step={self.step})` records nothing: this run goes on from step {trainer.global_step}."
                 " Pass a later step."
@@ -195,12 +195,12 @@ class MemoryTimeline(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._recording is not None:
             self._recording.enter("forward")  # of the step's next micro-batch
-        elif self.file is None and self._is_near(trainer):
+        elif self.file is None and trainer.global_step >= self.step and not self._is_past(trainer):
             self._begin(trainer, pl_module)
 
-    def _is_near(self, trainer: Trainer) -> bool:
-        """Whether this batch makes the step. With several optimizers a batch may count several."""
-        return 0 <= trainer.global_step - self.step < max(1, len(trainer.optimizers))
+    def _is_past(self, trainer: Trainer) -> bool:
+        """Whether the step has been. With several optimizers a batch may count several, and begin beyond it."""
+        return trainer.global_step - self.step >= max(1, len(trainer.optimizers))
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> None:
         parameters = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
@@ -211,7 +211,7 @@ class MemoryTimeline(Callback):
             self._handles.append(optimizer.register_step_post_hook(partial(self._on_optimizer_stepped, trainer)))
         for _, param in parameters:
             self._handles.append(param.register_post_accumulate_grad_hook(recording.on_gradient))
-        self._recording = recording
+        self._recording, self._begun_at = recording, trainer.global_step
 
     def _on_optimizer_stepped(self, trainer: Trainer, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._recording is None:
@@ -242,7 +242,8 @@ class MemoryTimeline(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._recording is None or accumulates(trainer):
+        # Micro-batches count no step, be it the Trainer that accumulates or user code.
+        if self._recording is None or trainer.global_step == self._begun_at:
             return
         recording = self._recording
         self._end()
@@ -288,7 +289,7 @@ class MemoryTimeline(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end()
-        if self.file is None and trainer.global_step <= self.step:
+        if self.file is None and not self._is_past(trainer):
             rank_zero_warn(
                 f"`MemoryTimeline(step={self.step})` has recorded nothing: the training ended after"
                 f" {trainer.global_step} steps. Pass an earlier step."

@@ -30,7 +30,6 @@ from typing_extensions import override
 from lightning_bwdopt import sharding
 from lightning_bwdopt.callbacks import MODES, MemoryTimeline
 from lightning_bwdopt.configured import configured_ranks, configured_strategy
-from lightning_bwdopt.loops import accumulates
 from lightning_bwdopt.process_memory import peak, restart_peak
 from lightning_bwdopt.views import local_tensor
 
@@ -52,7 +51,7 @@ class Figures(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._model = ""
-        self._begins_step = True
+        self._begun_at: int | None = None  # the `global_step` of the step that is made; none between steps
         self._losses: dict[str, list[float]] = {}  # of the step's micro-batches so far
         self._start = 0.0
 
@@ -77,7 +76,8 @@ class Figures(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._begins_step:
+        if self._begun_at is None:
+            self._begun_at = trainer.global_step
             restart_peak(trainer.strategy.root_device)
             self._start = time.perf_counter()
 
@@ -85,9 +85,9 @@ class Figures(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
         for name, loss in _losses(trainer, outputs).items():
             self._losses.setdefault(name, []).append(loss)
-        self._begins_step = not accumulates(trainer)
-        if not self._begins_step:
-            return
+        if trainer.global_step == self._begun_at:
+            return  # a micro-batch, be it the Trainer that accumulates or user code
+        self._begun_at = None
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # else the clock stops before the step has run

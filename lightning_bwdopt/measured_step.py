@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_bwdopt import memory, sharding
-from lightning_bwdopt.loops import accumulates
 from lightning_bwdopt.mode import InBackwardStrategy
 from lightning_bwdopt.units import describe_units, named_units
 from lightning_bwdopt.views import local_tensor
@@ -70,7 +69,7 @@ class MeasuredStep(Callback):
         self._around_batch = around_batch
         self._tracker = memory.MemoryTracker()
         self._in_batch = ExitStack()
-        self._begins_step = True
+        self._begun_at: int | None = None  # the `global_step` of the step that is made; none between steps
         self._steps = 0
         self._labels: dict[int, str] = {}  # id(parameter) -> the block that it is in
         self._facts: dict[str, Any] = {}
@@ -129,8 +128,10 @@ class MeasuredStep(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         memory.each_tensor(batch, lambda tensor: self._tracker.watch(tensor, "activations"))
         self._tracker.phase, self._tracker.after = "forward", ""
-        if self._begins_step and self._steps == STEPS - 1:
-            self._tracker.restart()
+        if self._begun_at is None:
+            self._begun_at = trainer.global_step
+            if self._steps == STEPS - 1:
+                self._tracker.restart()
         self._in_batch.enter_context(self._around_batch())
         self._in_batch.enter_context(self._tracker)
 
@@ -148,8 +149,10 @@ class MeasuredStep(Callback):
         for optimizer in trainer.optimizers:
             for entry in optimizer.state.values():
                 memory.each_tensor(entry, lambda tensor: self._tracker.watch(tensor, "optimizer_state"))
-        self._begins_step = not accumulates(trainer)
-        self._steps += self._begins_step
+        if trainer.global_step == self._begun_at:
+            return  # a micro-batch, be it the Trainer that accumulates or user code
+        self._begun_at = None
+        self._steps += 1
         trainer.should_stop = self._steps == STEPS
 
     @override

@@ -188,6 +188,40 @@ def test_several_optimizers_stepped_by_the_module(tmp_path: Path, enabled: bool,
         assert [step.name for step in timeline.steps(samples)] == ["SGD", "Adam"]
 
 
+class Accumulates(Lit):
+    """Steps with every second batch, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.net(batch[0]).square().mean())
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_micro_batches_of_user_code_are_recorded(tmp_path: Path) -> None:
+    callback = MemoryTimeline(step=2, dirpath=tmp_path, draw=False)
+    trainer(max_steps=4, callbacks=[callback]).fit(seeded(Accumulates), loader())
+    assert callback.file is not None
+    samples = timeline.read_csv(callback.file)
+    assert kinds(samples) == ["forward", "backward", "forward", "backward", "optimizer step"]
+    assert [step.name for step in timeline.steps(samples)] == ["AdamW"]
+
+
+def test_a_resumed_run_in_which_a_batch_counts_two_steps(tmp_path: Path) -> None:
+    run = trainer(max_steps=4)
+    run.fit(seeded(Rivals), loader(2))
+    run.save_checkpoint(tmp_path / "four.ckpt")
+    callback = MemoryTimeline(step=3, dirpath=tmp_path, draw=False)  # the first batch from there on, which begins at 4
+    run = trainer(max_steps=8, callbacks=[callback])
+    run.fit(seeded(Rivals), loader(2), ckpt_path=tmp_path / "four.ckpt", weights_only=False)  # a warning is an error
+    assert callback.file is not None
+
+
 class Looks(Callback):
     """Keeps what is hooked and which threads run, at each batch's backward."""
 
