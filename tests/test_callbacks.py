@@ -174,16 +174,60 @@ def test_profilers_see_the_same_actions(loop: str) -> None:
     assert seen[1] == seen[0]
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_progress_bars_show_the_same_metrics(bar: Any) -> None:
+class Shows(Lit):
+    """With metrics for the progress bar."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("shown", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_shown", self.net(batch[0]).mean(), prog_bar=True, sync_dist=True)
+
+
+class Shown(Callback):
+    """Keeps what a bar says after each batch: where it is, of how many, and the metrics beside it."""
+
+    def __init__(self, bar: TQDMProgressBar | RichProgressBar) -> None:
+        self.bar = bar
+        self.said: list[Any] = []
+
+    def _look(self, run: Trainer, module: Any, *args: Any) -> None:
+        bar = self.bar
+        counts: list[Any] = []
+        if isinstance(bar, RichProgressBar):
+            if bar.progress is not None:  # there is none on other ranks than the first
+                counts = [(task.description, task.completed, task.total) for task in bar.progress.tasks]
+        elif run.is_global_zero:
+            counts = [bar.train_progress_bar.n, bar.train_progress_bar.total, bar.train_progress_bar.postfix]
+        self.said.append((counts, bar.get_metrics(run, module)))
+
+    on_train_batch_end = on_validation_batch_end = on_validation_end = on_train_epoch_end = _look
+
+
+BARS = (TQDMProgressBar, RichProgressBar)
+
+
+def what_bars_show(bar: type[TQDMProgressBar | RichProgressBar], loop: str, ranks: int = 1) -> list[Any]:
+    """What the bar has said in two epochs on this rank."""
+    shown = Shown(bar())
+    module = seeded(with_mixin(Shows) if loop == "manual" else Shows)
+    limits: dict[str, Any] = {"max_steps": -1, "max_epochs": 2, "enable_progress_bar": True, "devices": ranks}
+    run = trainer(strategy=strategy_of(loop, ranks), callbacks=[shown.bar, shown], **limits)
+    run.fit(module, loader(3, ranks=ranks), loader(2, ranks=ranks))
+    return shown.said
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_progress_bars_show_the_same(bar: Any) -> None:
     pytest.importorskip("rich")
-    shown = {}
-    for loop in ("ordinary", *LOOPS):
-        module = seeded(with_mixin(Lit) if loop == "manual" else Lit)
-        run = trainer(max_steps=3, strategy=strategy_of(loop), callbacks=[bar()], enable_progress_bar=True)
-        run.fit(module, loader(), loader(2))
-        shown[loop] = run.progress_bar_metrics
-    assert shown["ordinary"] == shown["automatic"] == shown["manual"]
+    shown = {loop: what_bars_show(bar, loop) for loop in ("ordinary", *LOOPS)}
+    assert_equal(shown["automatic"], shown["ordinary"])
+    assert_equal(shown["manual"], shown["ordinary"])
+    counts, metrics = shown["ordinary"][-1]
+    assert counts
+    assert {"shown_step", "shown_epoch", "val_shown"} <= metrics.keys()
 
 
 # Tuner ------------------------------------------------------------------------------------------------------------

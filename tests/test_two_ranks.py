@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from lightning_bwdopt import OptimInBwdMixin
 from lightning_bwdopt.callbacks import OptimInBwdMonitor
 from observing import LOOPS, Records, assert_same_runs, moved, observe, strategy_of, weights_of, with_mixin
 from test_callbacks import (
+    BARS,
     Actions,
     AddsGroup,
     Backbone,
@@ -35,6 +37,7 @@ from test_callbacks import (
     Tuned,
     Unfreezes,
     _backbone_finetuning,
+    what_bars_show,
 )
 from test_counting import SAVING
 from test_hooks import Spied
@@ -162,22 +165,54 @@ def _callbacks(folder: Path) -> None:
     assert_equal(seen[2], seen[0])
 
 
-def _half_applied(folder: Path) -> None:
-    """An exception on every rank, when some blocks have been stepped."""
-    for loop in LOOPS:
+def _progress_bars() -> list[Any]:
+    """What they say on this rank in the ordinary run."""
+    said = []
+    for bar in BARS:
+        shown = {loop: what_bars_show(bar, loop, ranks=2) for loop in ("ordinary", *LOOPS)}
+        assert_equal(shown["automatic"], shown["ordinary"])
+        assert_equal(shown["manual"], shown["ordinary"])
+        said.append(shown["ordinary"])
+    return said
+
+
+def _half_applied(folder: Path, error: type[BaseException]) -> tuple[Any, ...]:
+    """An exception, or Ctrl-C, on every rank when some blocks have been stepped; how the runs end."""
+    ends = []
+    on_sigint = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    for loop in ("ordinary", *LOOPS):
         module = seeded(with_mixin(Interrupted) if loop == "manual" else Interrupted)
-        saving = ModelCheckpoint(folder, save_on_exception=True)
-        run = trainer(devices=2, strategy=strategy_of(loop, 2), callbacks=[saving], enable_checkpointing=True)
+        module.error = error
+        files = folder / loop
+        run = trainer(
+            devices=2,
+            strategy=strategy_of(loop, 2),
+            callbacks=[ModelCheckpoint(files, save_on_exception=True)],
+            enable_checkpointing=True,
+        )
         said = pytest.warns(UserWarning, match="`ModelCheckpoint` saved no checkpoint on this exception")
-        with said if dist.get_rank() == 0 else nullcontext(), pytest.raises(Trouble, match="something broke"):
+        warned = loop != "ordinary" and dist.get_rank() == 0
+        with said if warned else nullcontext(), pytest.raises((Trouble, SystemExit)) as end:
             run.fit(module, loader(ranks=2), loader(2, ranks=2))
+        ends.append((end.type, end.value.args))
+        if loop == "ordinary":
+            assert len(list(files.glob("*"))) == 1
+            continue
         with pytest.raises(RuntimeError, match="weights are those of no step"):
-            run.save_checkpoint(folder / "explicit.ckpt")
-        assert not list(folder.glob("*"))
+            run.save_checkpoint(files / "explicit.ckpt")
+        assert not list(files.glob("*"))
+    signal.signal(signal.SIGINT, on_sigint)
+    assert ends[1:] == ends[:1] * 2
+    return ends[0]
 
 
 def test_callbacks_tuning_copying_and_exceptions_on_two_ranks(tmp_path: Path) -> None:
-    run_distributed(_half_applied, tmp_path)
+    assert run_distributed(_half_applied, tmp_path / "Ctrl-C", KeyboardInterrupt) == [(SystemExit, (1,))] * 2
+    assert run_distributed(_half_applied, tmp_path / "exception", Trouble) == [(Trouble, ("something broke",))] * 2
+    for said, others in zip(*run_distributed(_progress_bars), strict=True):
+        assert said[-1][1].keys() == others[-1][1].keys() >= {"shown_step", "shown_epoch", "val_shown"}
+        assert said[-1][0]
+        assert not others[-1][0]  # one rank has a bar
     run_distributed(_callbacks, tmp_path)
     assert run_distributed(_lr_find, tmp_path)[0] != Tuned().lr
     assert run_distributed(_copies)[1] >= 12
