@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from examples.benchmark_models import SCENARIOS, Scenario
 from examples.benchmark_tables import growth, pairs, summarize, summary, table
 from examples.benchmark_ways import ORDINARY, WAYS, Unavailable
+from lightning_bwdopt.process_memory import PROMPT_ALLOCATOR, memory_reader, peak, restart_peak
 from lightning_bwdopt.sharding import find_blocks, shard
 from lightning_bwdopt.views import local_tensor
 
@@ -185,22 +186,10 @@ def measure_memory(scenario: Scenario, way: str, device: torch.device) -> float:
     for _ in range(3):
         run.step()
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run.step()
-        return (torch.cuda.max_memory_allocated(device) - before) / MIB
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # starts a new high-water mark (Linux)
-    before = _status("VmRSS")
+    restart_peak(device)
+    before = memory_reader(device)()
     run.step()
-    return (_status("VmHWM") - before) / 1024
-
-
-def _status(field: str) -> int:
-    """KiB."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field))
+    return (peak(device) - before) / MIB
 
 
 # Processes ----------------------------------------------------------------------------------------------------------
@@ -236,13 +225,12 @@ def _rank(rank: int, ranks: int, port: int, kind: str, results: Any, call: Calla
 @contextmanager
 def _returning_memory() -> Iterator[None]:
     """Has the C library give freed memory back at once, or the resident set would not show what is live."""
-    wanted = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
     before = copy.copy(os.environ)
-    os.environ.update(wanted)
+    os.environ.update(PROMPT_ALLOCATOR)
     try:
         yield
     finally:
-        for key in wanted:
+        for key in PROMPT_ALLOCATOR:
             os.environ.pop(key)
             if key in before:
                 os.environ[key] = before[key]
