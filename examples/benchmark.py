@@ -16,7 +16,6 @@ Other systems are measured where they import (``pip install -e .[benchmark]``), 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import os
@@ -225,7 +224,7 @@ def _rank(rank: int, ranks: int, port: int, kind: str, results: Any, call: Calla
 @contextmanager
 def _returning_memory() -> Iterator[None]:
     """Has the C library give freed memory back at once, or the resident set would not show what is live."""
-    before = copy.copy(os.environ)
+    before = dict(os.environ)
     os.environ.update(PROMPT_ALLOCATOR)
     try:
         yield
