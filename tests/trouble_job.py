@@ -1,4 +1,4 @@
-"""What test_two_ranks.py starts: pairs of ranks, of which one comes into trouble in training."""
+"""What test_two_ranks.py starts: pairs of ranks, of which one comes into trouble in training, or both by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from helpers import Lit, loader, seeded, trainer
 from lightning_bwdopt import FSDPOptimInBwdStrategy
 from observing import LOOPS, with_mixin
+from test_life_cycle import Interrupted
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -28,6 +29,7 @@ def _value_error() -> None:
 
 
 TROUBLES: dict[str, Callable[[], None] | None] = {
+    "Ctrl-C": None,
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "ValueError": _value_error,
     "None": None,
@@ -47,6 +49,12 @@ class Troubled(Lit):
         return loss
 
 
+class CtrlC(Interrupted):
+    """As a terminal sends it, to all ranks; in the middle of a backward."""
+
+    error = KeyboardInterrupt
+
+
 def rank(number: int, port: int, trouble: str, loop: str, log: Path) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
@@ -54,11 +62,17 @@ def rank(number: int, port: int, trouble: str, loop: str, log: Path) -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(number), "LOCAL_RANK": str(number)}
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "trouble"}
-    module = seeded(with_mixin(Troubled) if loop == "manual" else Troubled)
-    module.trouble = TROUBLES[trouble]
+    kind = CtrlC if trouble == "Ctrl-C" else Troubled
+    module = seeded(with_mixin(kind) if loop == "manual" else kind)
+    if isinstance(module, Troubled):
+        module.trouble = TROUBLES[trouble]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     try:
         run = trainer(devices=2, strategy=FSDPOptimInBwdStrategy(timeout=TIMEOUT))
         run.fit(module, loader(ranks=2), loader(2, ranks=2))
+    except SystemExit:  # after Ctrl-C Lightning ends the process in order
+        print("SystemExit", run.strategy.step_half_applied, flush=True)
+        raise
     except BaseException as error:
         print(type(error).__name__, str(error)[:300], flush=True)
         os._exit(1)
