@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -53,3 +56,30 @@ def configured_ranks(trainer: Any) -> int:
 def on_gpu(accelerator: Any) -> bool:
     """Whether a config's ``accelerator`` is a GPU."""
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+
+
+class UnknownArgumentError(ValueError):
+    """An argument that the parser of ``fit`` does not know; the message names the nearest one.
+
+    Args:
+        argument: As the user spelled it.
+        known: Those that there are.
+    """
+
+    def __init__(self, argument: str, known: Iterable[str]) -> None:
+        self.argument = argument
+        self.known = tuple(known)
+        nearest = get_close_matches(argument, self.known, n=1)
+        instead = f"Did you mean `{nearest[0]}`?" if nearest else "`lightning-bwdopt fit --help` names those of `fit`."
+        super().__init__(f"`{argument}` is no argument of this command. {instead}")
+
+
+def argument_error(message: str, known: Iterable[str]) -> ValueError:
+    """What the parser of ``fit`` found wrong.
+
+    Args:
+        message: The parser's own.
+        known: The arguments that there are, such as ``--config``.
+    """
+    unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
+    return UnknownArgumentError(unknown[1], known) if unknown else ValueError(message)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_bwdopt import plots
+from lightning_bwdopt import plots, sizes
+from lightning_bwdopt.configured import UnknownArgumentError
 from lightning_bwdopt.measured_step import StepMemory
 from lightning_bwdopt.memory import CATEGORIES, MIB, PHASES
 from lightning_bwdopt.simulation import simulate
+from lightning_bwdopt.sizes import in_words
 
 # Below this share of the ordinary peak a saving is not worth a change.
 _WORTHWHILE = 0.02
@@ -47,10 +48,9 @@ class Estimate:
         """One sentence: what stepping in backward would do here, and what else would help."""
         ordinary = self.ordinary.peak
         if self.saved >= _WORTHWHILE * ordinary.bytes:
-            return (
-                f"The optimizer in backward saves {_size(self.saved)} ({self.saved / ordinary.bytes:.0%} of the peak)."
-            )
-        little = f"The optimizer in backward saves {_size(max(0, self.saved))}:"
+            share = f"{self.saved / ordinary.bytes:.0%} of the peak"
+            return f"The optimizer in backward saves {in_words(self.saved)} ({share})."
+        little = f"The optimizer in backward saves {in_words(max(0, self.saved))}:"
         if self.ordinary.trainable < 0.5:
             return (
                 f"{little} gradients of frozen parameters are none: little to gain"
@@ -65,22 +65,28 @@ class Estimate:
         most = max(left.categories, key=left.categories.__getitem__)
         return (
             f"{little} it will not help here: the peak is in the {self.in_backward.phase} and most of"
-            f" it is {_words(most)} ({_size(left.categories[most])})."
+            f" it is {_words(most)} ({in_words(left.categories[most])})."
         )
 
     def table(self) -> str:
         """The figures for readers."""
         modes = (self.ordinary, self.in_backward)
         ranks = self.ordinary.world_size
+        # One unit for all, small enough to show a layer beside the peak; at least three digits of the peak.
+        most = max(mode.most for mode in modes)
+        unit = sizes.unit_of(min(most, MIB))  # KiB, or MiB
+        decimals = 1 if most >= 10 * unit.bytes else 2
         lines = [
-            f"{self.ordinary.strategy}, one of {ranks} rank{'s' * (ranks > 1)}, a steady step; MiB",
+            f"{self.ordinary.strategy}, one of {ranks} rank{'s' * (ranks > 1)}, a steady step; {unit.name}",
             f"{self.ordinary.units}.",
             "",
             f"{'':<26}{'ordinary':>12}{'in backward':>14}",
         ]
 
-        def row(name: str, sizes: list[int]) -> None:
-            lines.append(f"{name:<26}{sizes[0] / MIB:>12.1f}{sizes[1] / MIB:>14.1f}")
+        def row(name: str, columns: list[int]) -> None:
+            lines.append(
+                f"{name:<26}{columns[0] / unit.bytes:>12.{decimals}f}{columns[1] / unit.bytes:>14.{decimals}f}"
+            )
 
         for category in CATEGORIES:
             row(_words(category), [mode.peak.categories[category] for mode in modes])
@@ -94,10 +100,10 @@ class Estimate:
             lines.append(f"The {name} peak is in the {mode.phase}{after}.")
             if mode.most > mode.peak.bytes:
                 highest = max(mode.peaks, key=lambda phase: mode.peaks[phase].bytes)
-                lines[-1] += f" The {highest} is level with it (within 1%): {_size(mode.most)}."
+                lines[-1] += f" The {highest} is level with it (within 1%): {in_words(mode.most)}."
         layers = self.ordinary.peak.categories["gradients"] / max(1, self.ordinary.layer_gradient)
         lines.append(
-            f"The gradients of one layer take {self.ordinary.layer_gradient / MIB:.1f} MiB; the ordinary peak holds"
+            f"The gradients of one layer take {in_words(self.ordinary.layer_gradient)}; the ordinary peak holds"
             f" {layers:.1f} times that."
         )
         lines.append(self.advice())
@@ -140,7 +146,9 @@ def main(args: list[str]) -> int:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="also draw the memory over the step (needs matplotlib)"
     )
-    parser.add_argument("--fits", type=parse_size, metavar="SIZE", help="such as 24GiB: exit with 1 if it does not fit")
+    parser.add_argument(
+        "--fits", type=_parsed_size, metavar="SIZE", help="such as 24GiB: exit with 1 if it does not fit"
+    )
     parser.add_argument(
         "--real_weights",
         action="store_true",
@@ -151,6 +159,8 @@ def main(args: list[str]) -> int:
         if options.plot:
             plots.need_matplotlib("--plot")
         result = estimate(rest, world_size=options.world_size, real_weights=options.real_weights)
+    except UnknownArgumentError as error:
+        parser.error(str(UnknownArgumentError(error.argument, (*error.known, *parser._option_string_actions))))
     except (ModuleNotFoundError, ValueError, RuntimeError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(result.table())
@@ -162,21 +172,16 @@ def main(args: list[str]) -> int:
         return 0
     needed = [result.ordinary.most, result.in_backward.most]
     for name, size in zip(("ordinary", "in backward"), needed):
-        print(f"{name}: {_size(size)} {'fits' if size <= options.fits else 'does not fit'} into {_size(options.fits)}.")
+        fits = "fits" if size <= options.fits else "does not fit"
+        print(f"{name}: {in_words(size)} {fits} into {in_words(options.fits)}.")
     return int(needed[1] > options.fits)
 
 
-def parse_size(text: str) -> int:
-    """Reads a size such as ``24GiB``, ``80GB`` or ``512MiB``, in bytes.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    match = re.fullmatch(r"([0-9.]+)\s*([KMGT])(i?)B", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"`{text}` is no size. Write `24GiB` or `80GB`.")
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit) + 1))
+def _parsed_size(text: str) -> int:
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _mode_as_json(mode: StepMemory) -> dict[str, Any]:
@@ -193,7 +198,3 @@ def _mode_as_json(mode: StepMemory) -> dict[str, Any]:
 
 def _words(category: str) -> str:
     return {"communication": "communication buffers"}.get(category, category.replace("_", " "))
-
-
-def _size(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / MIB:.1f} MiB"

@@ -7,6 +7,7 @@ other ranks are pretended, and the config's callbacks and loggers are left out.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 import os
@@ -19,13 +20,13 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_bwdopt import memory
-from lightning_bwdopt.configured import configured_ranks, configured_strategy, on_gpu
+from lightning_bwdopt.configured import argument_error, configured_ranks, configured_strategy, on_gpu
 from lightning_bwdopt.measured_step import MeasuredStep, StepMemory
 from lightning_bwdopt.mode import InBackwardStrategy
 from lightning_bwdopt.strategies import FSDPOptimInBwdStrategy
@@ -46,8 +47,12 @@ def simulate(
         real_weights: Build the model with real weights before they are dropped, for one that cannot be built without.
 
     Raises:
-        ValueError: a strategy or an option that cannot be simulated.
+        ValueError: an argument, a strategy or an option that cannot be simulated.
         RuntimeError: the module does something that needs the values of tensors.
+
+    Note:
+        ``on_nonfinite`` is left out, for its checks read values. It holds one number for each parameter: real runs with
+        ``"skip"`` peak within 256 bytes of the estimate (``tests/test_memory.py``).
     """
     run = _FakeTraining(real_weights)
     with ExitStack() as stack:
@@ -72,9 +77,17 @@ class _SimulationCLI(LightningCLI):
         super().__init__(
             save_config_callback=None,
             load_from_checkpoint_support=False,
-            parser_kwargs={"fit": {"prog": "lightning-bwdopt estimate"}},
+            parser_kwargs={"exit_on_error": False, "fit": {"exit_on_error": False}},
             args=["fit", *args],
         )
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except argparse.ArgumentError as error:
+            known = self._parser("fit")._option_string_actions
+            raise argument_error(str(error), known) from None
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -268,7 +281,7 @@ def _simulated_strategy(given: Any, world_size: int) -> InBackwardStrategy:
             " are not simulated. Estimate without it: the device then needs the unsharded parameters, the activations,"
             " the communication buffers and the temporaries of that estimate."
         )
-    # Its checks read values, which fake tensors lack. What they hold is one number for each parameter.
+    # Its checks read values, which fake tensors lack; see `simulate`.
     strategy.on_nonfinite = "ignore"
     return strategy
 

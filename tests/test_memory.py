@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers import run_distributed, trainer
-from lightning_bwdopt import FSDPOptimInBwdStrategy, SingleDeviceOptimInBwdStrategy, estimate, memory, plots
+from lightning_bwdopt import FSDPOptimInBwdStrategy, SingleDeviceOptimInBwdStrategy, estimate, memory, plots, sizes
 from lightning_bwdopt.measured_step import MeasuredStep
 from lightning_bwdopt.memory import MIB, MemoryTracker
 from lightning_bwdopt.simulation import simulate
@@ -347,7 +347,7 @@ def test_command_prints_the_figures_and_writes_them(tmp_path: Path, capsys: pyte
     for mode in ("ordinary", "in_backward"):
         assert list(figures[mode]["categories"]) == list(memory.CATEGORIES)
         assert sum(figures[mode]["categories"].values()) == pytest.approx(figures[mode]["peak_mib"])
-        assert f"{figures[mode]['peak_mib']:.1f}" in printed
+        assert f"{figures[mode]['peak_mib']:.2f}" in printed
     assert figures["saved_mib"] == figures["ordinary"]["peak_mib"] - figures["in_backward"]["peak_mib"]
     assert figures["layer_gradient_mib"] == (256 * 256 + 256) * 4 / 2 / MIB
     assert figures["world_size"] == 2
@@ -355,16 +355,54 @@ def test_command_prints_the_figures_and_writes_them(tmp_path: Path, capsys: pyte
     assert figures["saved_mib"] == pytest.approx(
         7 * figures["layer_gradient_mib"], abs=2 * figures["layer_gradient_mib"]
     )
-    assert f"saves {figures['saved_mib']:.1f} MiB" in printed
+    assert f"saves {figures['saved_mib'] * 1024:.1f} KiB" in printed
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tiny_model_is_seen_in_smaller_units(tmp_path: Path) -> None:
+    result = estimate.estimate(config(tmp_path, wide(depth=2, width=16), fsdp()), world_size=2)
+    table = result.table()
+    assert "a steady step; KiB\n" in table
+    assert f"{'peak':<26}{result.ordinary.peak.bytes / 1024:>12.2f}" in table
+    assert f"The gradients of one layer take {(16 * 16 + 16) * 4 / 2 / 1024:.1f} KiB" in table
+    assert " 0.0 MiB" not in table
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(0, "0.0 KiB"), (1000, "1.0 KiB"), (-(2**20), "-1.0 MiB"), (5.43 * 2**30, "5.4 GiB")]
+)
+def test_sizes_in_words(size: float, words: str) -> None:
+    assert sizes.in_words(size) == words
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--wold_size=3", "`--wold_size` is no argument of this command. Did you mean `--world_size`?"),
+        (
+            "--trainer.max_stps=3",
+            "`--trainer.max_stps` is no argument of this command. Did you mean `--trainer.max_steps`?",
+        ),
+        ("--zzzz", "`--zzzz` is no argument of this command. `lightning-bwdopt fit --help` names those of `fit`."),
+    ],
+)
+def test_an_argument_that_is_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        estimate.main([*config(tmp_path), argument])
+    said = capsys.readouterr().err
+    assert f"lightning-bwdopt estimate: error: {message}" in said
+    assert said.startswith("usage: lightning-bwdopt estimate ")
+    assert len(said.splitlines()) < 8
 
 
 def test_fits_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = [*config(tmp_path, strategy=fsdp()), "--world_size=2"]
     assert estimate.main([*args, "--fits=1GiB"]) == 0
-    assert "in backward: 0.9 MiB fits into 1.0 GiB." in capsys.readouterr().out
+    assert "in backward: 871.4 KiB fits into 1.0 GiB." in capsys.readouterr().out
     assert estimate.main([*args, "--fits", "0.5MB"]) == 1
-    assert "in backward: 0.9 MiB does not fit into 0.5 MiB." in capsys.readouterr().out
+    assert "in backward: 871.4 KiB does not fit into 488.3 KiB." in capsys.readouterr().out
 
 
 def test_batch_size_comes_from_flags(tmp_path: Path) -> None:
