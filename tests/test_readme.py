@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import FSDPStrategy
 
+from examples.full_finetune import main
 from lightning_bwdopt import FSDPOptimInBwdStrategy
 
 ROOT = Path(__file__).parents[1]
@@ -77,9 +78,16 @@ def test_every_command_is_of_a_kind_that_is_tested() -> None:
     assert all(command.startswith(kinds) for command in COMMANDS), COMMANDS
 
 
-def test_recipe_command_is_understood() -> None:
+def test_recipe_command_is_understood(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = [command for command in COMMANDS if "examples.full_finetune" in command]
-    config = yaml.safe_load(run(*command.split()[1:], "--print_config"))
+    python, option, module, *arguments = command.split()
+    assert (python, option, module) == ("python", "-m", "examples.full_finetune")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["full_finetune"])  # LightningCLI warns of arguments beside `args`
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--print_config"])
+    assert not end.value.code
+    config = yaml.safe_load(capsys.readouterr().out)
     assert config["data"]["init_args"]["path"] == "my.jsonl"
     assert config["model"]["init_args"]["pretrained"] == "MODEL_FOLDER"
 
