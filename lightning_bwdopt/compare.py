@@ -37,7 +37,7 @@ def _differences(runs: Sequence[Run], folders: Sequence[Path]) -> dict[str, Diff
         found["losses"].see(math.inf, "the number of steps")
     for rank in range(runs[0].facts["world_size"]):
         for number, (mine, other) in enumerate(zip(runs[0].steps[rank], runs[1].steps[rank])):
-            found["losses"].see_each(_of_step(mine), _of_step(other), f"step {number}, rank {rank}")
+            found["losses"].see_each(_of_step(mine), _of_step(other), f"step {number + 1}, rank {rank}")
         # Mapped files: only what is compared at a time is read.
         files = [torch.load(folder / f"rank{rank}.pt", mmap=True, map_location="cpu") for folder in folders]
         for part in ("parameters", "optimizer_state"):

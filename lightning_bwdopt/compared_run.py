@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_bwdopt import sharding
 from lightning_bwdopt.callbacks import MODES, MemoryTimeline
 from lightning_bwdopt.configured import configured_ranks, configured_strategy
+from lightning_bwdopt.mode import InBackwardStrategy
 from lightning_bwdopt.process_memory import peak, restart_peak
 from lightning_bwdopt.views import local_tensor
 
@@ -64,6 +65,7 @@ class Figures(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_rank == 0:
+            assert isinstance(trainer.strategy, InBackwardStrategy)
             facts = {
                 "model": self._model,
                 "strategy": type(trainer.strategy).__name__,
@@ -71,6 +73,9 @@ class Figures(Callback):
                 "device": str(trainer.strategy.root_device.type),
                 "precision": trainer.precision,
                 "parameters": sum(p.numel() for p in pl_module.parameters()),
+                "gradient_clip_val": trainer.gradient_clip_val,
+                "gradient_clipping": trainer.strategy.gradient_clipping,
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
             }
             (self._folder / "facts.json").write_text(json.dumps(facts))
 

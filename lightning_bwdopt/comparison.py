@@ -117,12 +117,36 @@ class Comparison:
             return f"Equal within {self.tolerance:g}: losses, parameters and optimizer state of {run}."
         return f"Equal to the bit: losses, parameters and optimizer state of {run}."
 
+    def likely_causes(self) -> list[str]:
+        """Sentences on what in the config may have made the runs differ; none when they are equal."""
+        if self.parity:
+            return []
+        facts, causes = self.ordinary.facts, []
+        if facts["gradient_clip_val"] and facts["gradient_clipping"] == "disable":
+            causes.append(
+                f"`gradient_clip_val={facts['gradient_clip_val']}` is disabled in backward. Pass"
+                " `gradient_clipping: exact` to the strategy."
+            )
+        if facts["device"] == "cuda" and not facts["deterministic"]:
+            causes.append(
+                "Some GPU kernels add up in another order each time. Pass `--trainer.deterministic=true`, or allow for"
+                " it with `--tolerance`."
+            )
+        first = [[rank[0]["losses"] for rank in run.steps if rank] for run in (self.ordinary, self.in_backward)]
+        if first[0] != first[1]:
+            causes.append(
+                "The losses of the first step differ, before any difference between the optimizers: something draws"
+                " random numbers that `seed_everything` does not seed, or depends on time or an earlier run."
+            )
+        return causes
+
     def as_json(self) -> dict[str, Any]:
         """The figures for machines."""
         runs = {"ordinary": self.ordinary, "in_backward": self.in_backward}
         return {
             "parity": self.parity,
             "verdict": self.verdict(),
+            "likely_causes": self.likely_causes(),
             "tolerance": self.tolerance,
             "largest_difference": {part: _finite(d.largest) for part, d in self.differences.items()},
             "largest_difference_at": {part: d.where for part, d in self.differences.items()},

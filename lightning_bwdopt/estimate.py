@@ -68,16 +68,21 @@ class Estimate:
             f" it is {_words(most)} ({in_words(left.categories[most])})."
         )
 
+    def title(self) -> str:
+        """What was simulated."""
+        ranks = self.ordinary.world_size
+        model = f"{self.ordinary.model}, {self.ordinary.strategy}"
+        return f"{model}, one of {ranks} rank{'s' * (ranks > 1)}, a steady step"
+
     def table(self) -> str:
         """The figures for readers."""
         modes = (self.ordinary, self.in_backward)
-        ranks = self.ordinary.world_size
         # One unit for all, small enough to show a layer beside the peak; at least three digits of the peak.
         most = max(mode.most for mode in modes)
         unit = sizes.unit_of(min(most, MIB))  # KiB, or MiB
         decimals = 1 if most >= 10 * unit.bytes else 2
         lines = [
-            f"{self.ordinary.strategy}, one of {ranks} rank{'s' * (ranks > 1)}, a steady step; {unit.name}",
+            f"{self.title()}; {unit.name}",
             f"{self.ordinary.units}.",
             "",
             f"{'':<26}{'ordinary':>12}{'in backward':>14}",
@@ -167,7 +172,8 @@ def main(args: list[str]) -> int:
     if options.json:
         options.json.write_text(json.dumps(result.as_json(), indent=2) + "\n")
     if options.plot:
-        plots.draw_estimate(result.ordinary.curve, result.in_backward.curve, options.plot)
+        curves = {"ordinary": result.ordinary.curve, "in backward": result.in_backward.curve}
+        plots.draw_estimate(curves, result.title(), options.plot)
     if options.fits is None:
         return 0
     needed = [result.ordinary.most, result.in_backward.most]

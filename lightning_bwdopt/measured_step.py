@@ -29,6 +29,7 @@ class StepMemory:
         curve: The phase, and the bytes alive, after each operation of the step.
         layer_gradient: Bytes of the gradients of the largest repeated block, or of the whole model without blocks.
         trainable: The share of the parameters' bytes that is trained, 0 to 1.
+        model: The class of the LightningModule.
         strategy: The class of the strategy.
         world_size: Ranks.
         units: What steps together, with sizes.
@@ -38,6 +39,7 @@ class StepMemory:
     curve: list[tuple[memory.Phase, int]]
     layer_gradient: int
     trainable: float
+    model: str
     strategy: str
     world_size: int
     units: str
@@ -73,6 +75,7 @@ class MeasuredStep(Callback):
         self._steps = 0
         self._labels: dict[int, str] = {}  # id(parameter) -> the block that it is in
         self._facts: dict[str, Any] = {}
+        self._model = ""
 
     def result(self) -> StepMemory:
         """What was measured.
@@ -86,6 +89,10 @@ class MeasuredStep(Callback):
                 f" {STEPS}. Give it more batches (`limit_train_batches`)."
             )
         return StepMemory(peaks=self._tracker.peaks, curve=self._tracker.curve, **self._facts)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._model = type(pl_module).__name__  # `fully_shard` is about to change the class
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,6 +121,7 @@ class MeasuredStep(Callback):
         self._facts = {
             "layer_gradient": max(blocks.values(), default=sum(trained.values())),
             "trainable": sum(trained.values()) / max(1, sum(sizes.values())),
+            "model": self._model,
             "strategy": type(strategy).__name__,
             "world_size": trainer.world_size,
             "units": describe_units(named_units(module, strategy._blocks)),

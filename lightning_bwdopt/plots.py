@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_bwdopt import timeline
+from lightning_bwdopt import sizes, timeline
 from lightning_bwdopt.memory import MIB, Phase
 from lightning_bwdopt.timeline import Sample
 
@@ -38,17 +39,34 @@ def need_matplotlib(what: str) -> None:
         )
 
 
-def draw_estimate(ordinary: Sequence[tuple[Phase, int]], in_backward: Sequence[tuple[Phase, int]], file: Path) -> None:
-    """Draws the bytes alive after each operation of a step, both modes on the same axes, into a PNG or SVG."""
+def draw_estimate(curves: Mapping[str, Sequence[tuple[Phase, int]]], title: str, file: Path) -> None:
+    """Draws the bytes alive after each operation of a step, both modes on the same axes.
+
+    Args:
+        curves: The phase and the bytes after each operation, for each mode.
+        title: What was simulated.
+        file: A PNG or SVG.
+    """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, curve in (("ordinary", ordinary), ("in backward", in_backward)):
-        axes.plot([index / len(curve) for index in range(len(curve))], [size / MIB for _, size in curve], label=name)
-    axes.set(xlabel="part of the step's operations", ylabel="MiB of tensors on one rank", xlim=(0, 1))
-    axes.set_ylim(bottom=0)
-    axes.legend()
+    figure.suptitle(title, fontsize=10)
+    unit = sizes.unit_of(max(size for curve in curves.values() for _, size in curve))
+    for axes, (mode, curve) in zip(figure.subplots(1, len(curves), sharey=True), curves.items(), strict=True):
+        axes.plot([size / unit.bytes for _, size in curve], color=_MEMORY, linewidth=1.2)
+        start = 0
+        for phase, part in groupby(phase for phase, _ in curve):
+            end = start + len(list(part))
+            axes.axvspan(start, end, color=_SHADES[phase], linewidth=0)
+            start = end
+        peak = max(size for _, size in curve)
+        axes.set_title(f"{mode}: at most {sizes.in_words(peak)}", fontsize=10)
+        axes.set(xlabel="operations of the step", xlim=(0, len(curve)))
+        axes.set_ylim(bottom=0)
+    figure.axes[0].set_ylabel(f"{unit.name} of tensors on one rank")
+    shades = [Patch(color=color, label=phase) for phase, color in _SHADES.items()]
+    figure.axes[0].legend(handles=shades, fontsize=8, loc="lower right")
     figure.savefig(file)
 
 
@@ -78,18 +96,21 @@ def png(figure: Figure) -> bytes:
 
 
 class _Limits(NamedTuple):
-    """Upper ends of the axes, for pictures that are laid side by side."""
+    """Ends of the axes, for pictures that are laid side by side."""
 
     ms: float
-    memory: float
+    memory: tuple[float, float]
     gradients: float
 
     @classmethod
     def of(cls, timelines: Iterable[Sequence[Sample]]) -> _Limits:
         samples = [sample for timeline in timelines for sample in timeline]
+        # From near the data: a process holds hundreds of MiB before its model, next to which a step is a flat line.
+        low, high = (end(sample.memory_bytes for sample in samples) / MIB for end in (min, max))
+        margin = max(0.05 * (high - low), 0.1)
         return cls(
             max(sample.ms for sample in samples),
-            1.05 * max(sample.memory_bytes for sample in samples) / MIB,
+            (low - margin, high + margin),
             1.15 * max(1, *(sample.gradient_bytes for sample in samples)) / MIB,
         )
 
@@ -106,21 +127,21 @@ def draw_timelines(timelines: Mapping[str, Sequence[Sample]], memory: str) -> li
     limits = _Limits.of(timelines.values())
     figures = []
     for title, samples in timelines.items():
-        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+        figure = Figure(figsize=(6.4, 6), layout="constrained")
         _draw_timeline(figure, samples, limits, memory, title)
         figures.append(figure)
     return figures
 
 
 def _draw_timeline(figure: Figure, samples: Sequence[Sample], limits: _Limits, memory: str, title: str) -> None:
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    upper, lower = figure.subplots(2, 1, sharex=True)
     times = [sample.ms for sample in samples]
     line: dict[str, Any] = {"linewidth": 1.2, "drawstyle": "steps-post"}
     upper.plot(times, [sample.memory_bytes / MIB for sample in samples], color=_MEMORY, **line)
     lower.plot(times, [sample.gradient_bytes / MIB for sample in samples], color=_GRADIENTS, **line)
-    peak, gradients = (max(values) / MIB for values in zip(*(sample[-2:] for sample in samples)))
-    figure.suptitle(f"{title}: at most {peak:.0f} MiB; of gradients {gradients:.1f} MiB", fontsize=10)
-    upper.set(ylabel=f"MiB, {memory}", ylim=(0, limits.memory), xlim=(0, limits.ms))
+    peak, gradients = (sizes.in_words(max(values)) for values in zip(*(sample[-2:] for sample in samples)))
+    figure.suptitle(f"{title}: at most {peak}; of gradients {gradients}", fontsize=10)
+    upper.set(ylabel=f"MiB, {memory}", ylim=limits.memory, xlim=(0, limits.ms))
     lower.set(ylabel="MiB of gradients", ylim=(0, limits.gradients), xlabel="milliseconds since the step began")
     for axes in (upper, lower):
         for phase in timeline.phases(samples):

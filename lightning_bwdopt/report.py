@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from lightning_bwdopt import plots
+from lightning_bwdopt import plots, units
 from lightning_bwdopt.callbacks import MODES
+from lightning_bwdopt.compared_run import timeline_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +26,7 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 .facts { color: #5a6b7b; margin: 0 0 1.25rem; }
 .verdict { border-radius: .5rem; padding: 1rem 1.25rem; font-size: 1.15rem; font-weight: 600; }
 .equal { background: #e2f3e5; border: 1px solid #7dbb88; }
+.cause { margin: .75rem 1.25rem 0; }
 .broken { background: #fbe4e1; border: 1px solid #d98479; }
 .tiles { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; margin-top: 1rem; }
 .tile, figure, table { background: #fff; border: 1px solid #dde4ea; border-radius: .5rem; }
@@ -54,10 +57,11 @@ def page(result: Comparison, args: Sequence[str]) -> str:
     parts = [
         "<h1>The optimizer in backward, beside the ordinary run</h1>",
         f'<p class="facts">{escape(_facts(facts))}<br><code>{escape(shlex.join(args))}</code></p>',
-        f'<div class="verdict {"equal" if result.parity else "broken"}">{escape(result.verdict())}</div>',
+        f'<div class="verdict {"equal" if result.parity else "broken"}">{_marked(result.verdict())}</div>',
+        *(f'<p class="cause">Likely cause: {_marked(cause)}</p>' for cause in result.likely_causes()),
         '<div class="tiles">',
         _tile(_saving(result), memory_in_words(result)),
-        _tile(f"{result.time_ratio:.2f} x", time_in_words(result)),
+        _tile(f"{result.time_ratio:.2f} x the time", time_in_words(result)),
         "</div>",
         "<h2>Figures</h2>",
         _table(result),
@@ -70,7 +74,7 @@ def page(result: Comparison, args: Sequence[str]) -> str:
     seconds = plots.draw_curves(result.ordinary.seconds, result.in_backward.seconds, "seconds", from_zero=True)
     parts += [_picture(seconds, "seconds of each step of both runs"), "</div>"]
     timelines = {
-        f"{mode}, rank 0": run.timeline
+        f"{mode}, step {timeline_step(result.wanted) + 1}, rank 0": run.timeline
         for mode, run in zip(MODES, (result.ordinary, result.in_backward), strict=True)
         if run.timeline
     }
@@ -105,6 +109,11 @@ def time_in_words(result: Comparison) -> str:
     )
 
 
+def _marked(text: str) -> str:
+    """A message for the terminal as HTML, with its backticks as code."""
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", escape(text))
+
+
 def _saving(result: Comparison) -> str:
     return f"{abs(result.saved_mib):.1f} MiB {'saved' if result.saved_mib >= 0 else 'more'}"
 
@@ -112,8 +121,8 @@ def _saving(result: Comparison) -> str:
 def _facts(facts: dict[str, Any]) -> str:
     ranks = facts["world_size"]
     return (
-        f"{facts['model']}, {facts['parameters'] / 1e6:.1f} M parameters, {facts['precision']}; {facts['strategy']} on"
-        f" {ranks} rank{'s' * (ranks > 1)}, {facts['device']}"
+        f"{facts['model']}, {units.in_words(facts['parameters'])} parameters, {facts['precision']}; {facts['strategy']}"
+        f" on {ranks} rank{'s' * (ranks > 1)}, {facts['device']}"
     )
 
 
@@ -140,7 +149,7 @@ def _table(result: Comparison) -> str:
         ("peak memory of rank " + str(rank), f"{a:.1f} MiB", f"{b:.1f} MiB", f"{b - a:+.1f} MiB")
         for rank, (a, b) in enumerate(zip(result.ordinary.peak_mib, result.in_backward.peak_mib))
     ]
-    rows.append(("median step", f"{ordinary:.3f} s", f"{in_backward:.3f} s", f"{result.time_ratio:.2f} x"))
+    rows.append(("median step", f"{ordinary:.3f} s", f"{in_backward:.3f} s", f"{result.time_ratio:.2f} x the ordinary"))
     for name, values in result.ordinary.losses.items():
         last = [run.losses.get(name, [float("nan")])[-1] for run in (result.ordinary, result.in_backward)]
         rows.append((f"last {name}", f"{last[0]:.6g}", f"{last[1]:.6g}", f"{last[1] - last[0]:.3g}"))

@@ -43,12 +43,13 @@ def describe_units(units: Sequence[tuple[str, list[Tensor]]]) -> str:
     """The units with their sizes, equal ones together: ``3 units: 2 x Block (3.5 M parameters each), Head (0.1 M)``."""
     counts = Counter((name, sum(p.numel() for p in params)) for name, params in units)
     return f"{len(units)} unit{'s' * (len(units) != 1)}: " + ", ".join(
-        f"{count} x {name} ({_count(size)} parameters each)" if count > 1 else f"{name} ({_count(size)})"
+        f"{count} x {name} ({in_words(size)} parameters each)" if count > 1 else f"{name} ({in_words(size)})"
         for (name, size), count in counts.items()
     )
 
 
-def _count(number: int) -> str:
+def in_words(number: int) -> str:
+    """A number of parameters, such as ``3.5 M``; in full when it is small."""
     return f"{number / 1e6:.1f} M" if number >= 1e5 else str(number)
 
 

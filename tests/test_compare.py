@@ -144,14 +144,16 @@ def in_this_process(mode: str, steps: int, args: Any, folder: Path, log: Path, b
     return compare.Run.read(folder)
 
 
+@pytest.mark.filterwarnings("ignore:Gradient clipping .* is disabled")
 def test_broken_parity_is_found(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "run", in_this_process)  # the processes start in the test of equal runs
+    # Two processes that import torch take 10 s; that they are started is seen in the test of equal runs.
+    monkeypatch.setattr(compare, "run", in_this_process)
     out = tmp_path / "report"
     (out / ".runs-killed" / "ordinary").mkdir(parents=True)
     (out / "report.html").write_text("an earlier one")
-    args = config(tmp_path, "test_compare.Cheats")
+    args = config(tmp_path, "test_compare.Cheats", gradient_clip_val=100.0)
     assert compare.main([*args, "--steps=4", f"--out={out}"]) == 1
     assert "Parity is broken: after 4 steps on 1 rank the " in capfd.readouterr().out
     figures = json.loads((out / "report.json").read_text())
@@ -161,7 +163,15 @@ def test_broken_parity_is_found(
     losses = figures["losses"]
     assert losses["ordinary"]["loss"][:2] == losses["in_backward"]["loss"][:2]
     assert losses["in_backward"]["loss"][2] == 2 * losses["ordinary"]["loss"][2]
-    assert "Parity is broken" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "Parity is broken" in page
+    assert "Likely cause: <code>gradient_clip_val=100.0</code> is disabled in backward." in page
+    assert len(figures["likely_causes"]) == 1  # the first losses are equal
+    assert figures["largest_difference_at"]["losses"] == "loss, step 3, rank 0"
+    assert "`" not in page
+    assert "0.0 M" not in page
+    assert "x the time" in page
+    assert "step 3, rank 0" in page  # that of the memory
     assert not list(out.glob(".runs-*"))
 
 
