@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -63,6 +68,12 @@ class CallsItself(Lit):
 
 
 IGNORE = ("`accumulate_grad_batches=", "Gradient clipping (in `configure_gradient_clipping`)")
+
+
+def _accumulating_until_it_rises() -> list[Callback]:
+    return [GradientAccumulationScheduler({0: 1, 1: 2}), EarlyStopping("val_loss", patience=1, mode="max")]
+
+
 EPOCHS: dict[str, Any] = {"max_steps": -1, "max_epochs": 3, "batches": 2}
 RUNS: dict[str, dict[str, Any]] = {
     "steps": {"max_steps": 7, "val_check_interval": 3, "batches": 6},
@@ -83,6 +94,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fast_dev_run": {"fast_dev_run": 3},
     "overfit_batches": {**EPOCHS, "overfit_batches": 2},
     "no optimizer": {"module": NoOptimizer, **EPOCHS},
+    "stopping early": {"callbacks": _accumulating_until_it_rises, **EPOCHS, "max_epochs": 9},
 }
 SCHEDULED = (
     "two schedulers",
@@ -113,7 +125,7 @@ def _observables(folder: Path) -> list[str]:
 
 
 def test_runs_on_two_ranks_equal_the_ordinary_ones(tmp_path: Path) -> None:
-    assert len(run_distributed(_observables, tmp_path)[1]) == 22
+    assert len(run_distributed(_observables, tmp_path)[1]) == 23
 
 
 def _lr_find(folder: Path) -> float:
