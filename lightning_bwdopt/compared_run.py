@@ -12,7 +12,9 @@ and rank 0 ``facts.json``.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import signal
 import sys
 import time
 import warnings
@@ -211,10 +213,18 @@ class ComparedCLI(LightningCLI):
         )
 
 
+def end_with_parent() -> None:
+    """Has Linux kill this process when its parent ends, however that ends; elsewhere it does nothing."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def main() -> None:
     """Runs it; the arguments are the process's, for Lightning starts the other ranks with the same."""
     mode, steps, folder, *args = sys.argv[1:]
     assert mode in MODES
+    end_with_parent()  # the other ranks are rank 0's children, and run this, too
     warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")  # `sys.argv` is for the other ranks
     ComparedCLI(mode, int(steps), Path(folder), args)
 

@@ -175,6 +175,25 @@ def test_broken_parity_is_found(
     assert not list(out.glob(".runs-*"))
 
 
+FAMILY = """
+import os, time
+from lightning_bwdopt.compared_run import end_with_parent
+if os.fork() == 0:
+    end_with_parent()
+    print("ready", flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a child of its parent's death")
+def test_a_run_ends_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        parent.communicate(timeout=30)  # the pipe is open for as long as the child lives
+
+
 def test_a_run_that_fails_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report"
     with pytest.raises(SystemExit) as caught:
