@@ -150,26 +150,19 @@ def measure_times(scenario: Scenario, ways: list[str], rounds: int, device: torc
         else:
             runs[way] = run
             results[way] = {"step": [], "cpu": [], "optimizer": []}
-    order = list(runs)
     gc.collect()
     gc.freeze()
-    for number in range(rounds):
-        shift = number % len(order)
-        for way in order[shift:] + order[:shift]:
-            wall, cpu = runs[way].time(runs[way].step, scenario.repeats)
-            results[way]["step"].append(wall)
-            results[way]["cpu"].append(cpu)
-    for number in range(rounds):
-        shift = number % len(order)
-        for way in order[shift:] + order[:shift]:
-            times = [runs[way].time_optimizer() for _ in range(scenario.repeats)]
-            results[way]["optimizer"].append(statistics.median(times))
-    for number in range(rounds):
-        shift = number % len(order)
-        for way in order[shift:] + order[:shift]:
-            with suppress(Unavailable):
-                times = [runs[way].time_alone() for _ in range(scenario.repeats)]
-                results[way].setdefault("alone", []).append(statistics.median(times))
+    for way in _in_turn(list(runs), rounds):
+        wall, cpu = runs[way].time(runs[way].step, scenario.repeats)
+        results[way]["step"].append(wall)
+        results[way]["cpu"].append(cpu)
+    for way in _in_turn(list(runs), rounds):
+        times = [runs[way].time_optimizer() for _ in range(scenario.repeats)]
+        results[way]["optimizer"].append(statistics.median(times))
+    for way in _in_turn(list(runs), rounds):
+        with suppress(Unavailable):
+            times = [runs[way].time_alone() for _ in range(scenario.repeats)]
+            results[way].setdefault("alone", []).append(statistics.median(times))
     for way, run in runs.items():
         if scenario.counts_gradients:
             results[way]["gradient_mib"] = run.live_gradients()
@@ -177,6 +170,13 @@ def measure_times(scenario: Scenario, ways: list[str], rounds: int, device: torc
             results[way]["save"] = [run.time(run.way.save)[0] for _ in range(min(rounds, 5))]
     gc.unfreeze()
     return results
+
+
+def _in_turn(ways: list[str], rounds: int) -> Iterator[str]:
+    """Every way once a round; another one is the first in each."""
+    for number in range(rounds):
+        shift = number % len(ways)
+        yield from ways[shift:] + ways[:shift]
 
 
 def measure_memory(scenario: Scenario, way: str, device: torch.device) -> float:

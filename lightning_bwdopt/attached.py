@@ -6,11 +6,12 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bwdopt import refusals
-from lightning_bwdopt.views import ATTRIBUTES
+from lightning_bwdopt.views import ATTRIBUTES, OWN_ENTRIES
 
 
 class AttachedOptimizer:
@@ -26,7 +27,8 @@ class AttachedOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.written: dict[tuple[int, str], Any] = {}  # (group index, key) -> value, as in `StepView`
-        self.used: dict[int, dict[str, Any]] = {}  # group index -> the group as its last step read it
+        self.used: dict[int, dict[str, Any]] = {}  # group index -> the group as this step has read it
+        self._last_used: dict[int, dict[str, Any]] = {}  # likewise, as the last step before it that used the group did
         self._ordered_states = 0  # how many entries of the state are in their final order
         self._handles: list[Any] = []
         self._own_step: Any = None  # the `step` that a scheduler has put on the instance
@@ -66,11 +68,28 @@ class AttachedOptimizer:
 
     def _forget(self) -> None:
         self.written.clear()
+        self.used.clear()
         self._ordered_states = len(self.optimizer.state)
 
     def notice_cleared_state(self) -> None:
         """Called before a step: the user may have removed entries, which the step then makes anew."""
         self._ordered_states = min(self._ordered_states, len(self.optimizer.state))
+
+    def changed_since_used(self) -> tuple[int, str, Any, Any] | None:
+        """A hyperparameter that this step has used with another value than it has now: group, key, used, now."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            for key, before in self.used.get(index, {}).items():
+                if key in OWN_ENTRIES or key not in group or (index, key) in self.written:
+                    continue
+                if before is not group[key] and not _equal(before, group[key]):
+                    return index, key, before, group[key]
+        return None
+
+    def end_step(self) -> None:
+        """What was used is that of the last step; what comes next is another."""
+        self.settle()
+        self._last_used.update(self.used)
+        self.used.clear()
 
     def settle(self) -> None:
         """Enters what the views have changed in the groups, and orders the state."""
@@ -97,10 +116,17 @@ class AttachedOptimizer:
     @property
     def used_groups(self) -> list[dict[str, Any]]:
         """For each group the hyperparameters that its last step really used; ``{}`` before the first."""
+        used = {**self._last_used, **self.used}
         return [
-            {key: value for key, value in self.used.get(index, {}).items() if key != "params"}
+            {key: value for key, value in used.get(index, {}).items() if key != "params"}
             for index in range(len(self.optimizer.param_groups))
         ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 
 
 def _make_step(run: Callable[[Callable[[], Any] | None], Any]) -> Callable[..., Any]:

@@ -111,10 +111,11 @@ class GradientTreatment:
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.coalesce()  # or `_local` would be of a copy
         gradients = [_local(aligned_gradient(p)) for p in params]
-        if self._coefficient is None:  # the operations of torch.nn.utils.clip_grad_value_
+        if self.clip.kind == "value":  # the operations of torch.nn.utils.clip_grad_value_
             torch._foreach_clamp_min_(gradients, -self.clip.limit)
             torch._foreach_clamp_max_(gradients, self.clip.limit)
         else:  # and of torch.nn.utils.clip_grads_with_norm_
+            assert self._coefficient is not None
             torch._foreach_mul_(gradients, self._coefficient.to(gradients[0].device))
 
     def measure(self, params: Sequence[Tensor]) -> None:

@@ -141,7 +141,10 @@ class OptimizerInBackward:
 
     Note:
         Gradients are gone when ``backward`` returns; a hook of your own on a parameter must read ``param.grad`` in the
-        hook. Two backward calls that reach the same parameter before one ``step()`` raise: sum the losses.
+        hook. Two backward calls that reach the same parameter before one ``step()`` raise: sum the losses. Backward is
+        the step: no ``zero_grad()`` takes it back, no second ``step()`` repeats it, and setting a hyperparameter
+        between the two is an error. A parameter that backward does not reach is not stepped, also where
+        ``zero_grad(set_to_none=False)`` would have left a zero for it.
     """
 
     def __init__(
@@ -401,6 +404,8 @@ class OptimizerInBackward:
             self.calls_step = True
             with torch.enable_grad():
                 result = closure()
+        if changed := self.real.changed_since_used():
+            raise refusals.changed_after_backward(self.optimizer, *changed)
         if self.has_held_gradients:
             if self.treat_held():
                 self.step_held()
@@ -443,7 +448,7 @@ class OptimizerInBackward:
 
     def end_step(self) -> None:
         """The step boundary: from here on a parameter may be stepped again."""
-        self.real.settle()
+        self.real.end_step()
         if self.stepped:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless they see it
         if self.stepped or self.leaves_out_step:

@@ -140,6 +140,14 @@ def changed_groups(optimizer: Optimizer) -> RuntimeError:
     )
 
 
+def changed_after_backward(optimizer: Optimizer, index: int, key: str, used: Any, now: Any) -> RuntimeError:
+    """A hyperparameter that was set between backward, which has stepped, and ``step()``."""
+    return RuntimeError(
+        f"`{key}` of parameter group {index} of this `{type(optimizer).__name__}` was set to `{now}` after backward,"
+        f" which has stepped with `{used}` already. Set it before backward, or after `step()` for the next one."
+    )
+
+
 def unseen_outer_pass() -> RuntimeError:
     """The first gradients came from a pass inside another one, whose end the hooks cannot be told of."""
     return RuntimeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,27 +14,14 @@ from torch.optim import Optimizer
 from lightning_bwdopt import refusals
 from lightning_bwdopt.attached import AttachedOptimizer
 from lightning_bwdopt.trials import OF_PARAMS, like, undisturbed
-from lightning_bwdopt.views import StepView, plain_attributes, without_hooks
+from lightning_bwdopt.views import ELEMENTWISE_OPTIMIZERS, StepView, without_hooks
 
 # Read in their source: each parameter's update depends on that parameter, its gradient, its state and its group alone.
-SEPARABLE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adafactor,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.Adamax,
-        torch.optim.AdamW,
-        torch.optim.ASGD,
-        torch.optim.Muon,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        torch.optim.SparseAdam,
-    }
-)
+SEPARABLE_OPTIMIZERS: frozenset[type[Optimizer]] = ELEMENTWISE_OPTIMIZERS | {
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+    torch.optim.SparseAdam,
+}
 # (learning rate, longest side of the first tensor, steps). At the user's rate a coupling can hide behind rounding; at
 # 1.0 the estimates of adaptive classes move: `DAdaptAdaGrad` shows itself in step 17. Some draw random numbers, or
 # quantize, for larger matrices only. The number of steps does not depend on the time: all ranks must agree.
@@ -98,7 +85,7 @@ def _compare(optimizer: Optimizer, rate: float | None, size: int, steps: int) ->
         except Exception as error:
             return f"fails when it steps one parameter at a time (`{type(error).__name__}: {error}`)"
         split.real.settle()
-        if joint.numbers() != split.numbers() or not all(map(_same, joint.tensors(), split.tensors())):
+        if not _same(joint.results(), split.results()):
             return "couples parameters in its step"
     return None
 
@@ -110,10 +97,12 @@ class _Trial:
         noise = torch.Generator().manual_seed(1)
         memo: dict[int, Any] = {}  # what refers to a parameter refers to its small one in the copy
         groups = []
-        for group in optimizer.param_groups[:4]:
+        for group in _kinds_of_groups(optimizer.param_groups):
             params = group["params"]
             kinds = [params[i % len(params)] for i in range(3 if len(optimizer.param_groups) == 1 else 2) if params]
             small = [_small(kind, 4 + i if i else size, noise) for i, kind in enumerate(kinds)]
+            # Some classes take parameters of one shape together.
+            small += [_small(like, max(like.shape, default=1), noise) for like in small[:2]]
             memo.update((id(p), small[i % len(small)]) for i, p in enumerate(params))
             rest = {key: value for key, value in group.items() if key not in OF_PARAMS}
             groups.append({"params": small, **copy.deepcopy(rest, memo)})
@@ -123,16 +112,23 @@ class _Trial:
         self.optimizer = like(optimizer, groups, memo)
         self.real = AttachedOptimizer(self.optimizer)
 
-    def numbers(self) -> str:
-        """What the class keeps outside of tensors, in attributes, groups and in its state, as text."""
+    def results(self) -> list[Any]:
+        """All that a step may have changed: parameters and their state, what the groups and attributes hold."""
         own = {key: value for key, value in self.optimizer.state.items() if not isinstance(key, Tensor)}
-        groups = [{k: v for k, v in g.items() if isinstance(v, int | float)} for g in self.optimizer.param_groups]
-        return repr((plain_attributes(self.optimizer), groups, own))
+        states = [list(self.optimizer.state[param].values()) for param in self.params]
+        tensors = [[value for value in state if isinstance(value, Tensor)] for state in states]
+        attributes = {key: value for key, value in vars(self.optimizer).items() if key != "state"}
+        return [self.params, tensors, own, attributes]
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self.params
-        for param in self.params:
-            yield from (value for value in self.optimizer.state[param].values() if isinstance(value, Tensor))
+
+def _kinds_of_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first groups, and the first of each kind: with other flags, or a zero where others have a number."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        flags = {key: value for key, value in group.items() if key not in OF_PARAMS and not isinstance(value, Tensor)}
+        kind = {key: value != 0 if isinstance(value, float) else value for key, value in flags.items()}
+        kinds.setdefault(repr(kind), group)
+    return [group for i, group in enumerate(groups) if i < 4 or any(group is first for first in kinds.values())]
 
 
 def _small(param: Tensor, size: int, noise: torch.Generator) -> Tensor:
@@ -141,8 +137,15 @@ def _small(param: Tensor, size: int, noise: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=noise).to(param.device, param.dtype).requires_grad_()
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+def _same(a: Any, b: Any) -> bool:
+    """Whether numbers, flags, texts and tensors are the same, in nested lists and dicts; of other types, any are."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and (torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return _same(list(a), list(b)) and _same(list(a.values()), list(b.values()))
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return not isinstance(a, int | float | str | None) or repr(a) == repr(b)
 
 
 class RandomNumbers:

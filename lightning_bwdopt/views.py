@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 _MISSING = object()
 # Entries of a view's group that may differ from the real group's without being a counter to write back.
-_OWN_ENTRIES = frozenset({"params", "foreach"})
+OWN_ENTRIES = frozenset({"params", "foreach"})
 # Entries that hold a rate, maybe as a tensor. Other tensors in a group are counters (`optimi`: `step`).
 _RATES = frozenset({"lr", "initial_lr"})
 # The group index under which `StepView` reports an attribute that a step has changed.
@@ -102,6 +102,9 @@ class StepView:
             vars(self._view).update(plain_attributes(self._real))
         for mine, (index, _) in zip(self._view.param_groups, self._members):
             real = self._real.param_groups[index]
+            if len(mine) > len(real):
+                for key in mine.keys() - real.keys():
+                    del mine[key]
             for key, value in real.items():
                 if key == "foreach" and value is None and index in self._never_foreach and not real.get("fused"):
                     value = False
@@ -119,7 +122,7 @@ class StepView:
         for mine, (index, _) in zip(self._view.param_groups, self._members):
             real = self._real.param_groups[index]
             for key, value in mine.items():
-                if real.get(key, _MISSING) is not value and key not in _OWN_ENTRIES:
+                if real.get(key, _MISSING) is not value and key not in OWN_ENTRIES:
                     self._written[index, key] = value
 
     def _step_shards(self) -> list[Tensor]:

@@ -57,6 +57,11 @@ class NoData(Lit):
         self.net.register_buffer("table", torch.empty(2, device="meta"))
 
 
+class SetsRate(Lit):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+
 class Foreign(Lit):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(3, 4))])
@@ -354,6 +359,12 @@ CASES: dict[str, Refused] = {
         RuntimeError,
         "second gradient arrived for parameter `net.head.bias`.*Sum the losses",
     ),
+    "a rate set too late": Refused(
+        refusals.changed_after_backward,
+        lambda: fit(FSDP, SetsRate),
+        RuntimeError,
+        r"`lr` of parameter group 0 of this `AdamW` was set to `.*` after backward.*Set it before backward",
+    ),
     **{
         f"saved too early {strategy} {loop}": Refused(
             checks.half_applied_step,
@@ -444,6 +455,7 @@ ROWS: dict[str, set[Any]] = {
         refusals.check_hooked_parameters,
     },
     "Two backward calls": {checks.stepped_before_backward, refusals.second_gradient},
+    "A hyperparameter set between": {refusals.changed_after_backward},
     "A parameter that the graph also uses": {checks.stepped_in_backward},
     "Reentrant activation checkpointing": {refusals.second_gradient, refusals.unseen_outer_pass},
     "`gradient_clip_val` with": {

@@ -327,6 +327,54 @@ def test_get_lr_of_every_kind_of_optimizer() -> None:
         get_lr(optimizer)
 
 
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_rate_set_after_backward_is_an_error(tensor: bool) -> None:
+    net = Net()
+    rate = torch.tensor(0.1) if tensor else 0.1
+    optimizer = torch.optim.SGD([{"params": net.blocks.parameters()}, {"params": net.head.parameters()}], lr=rate)
+    with OptimizerInBackward(optimizer).attach(calls_step=True):
+        for change in (0.1, 0.2):
+            net(torch.randn(4, 6)).sum().backward()
+            if tensor:
+                optimizer.param_groups[1]["lr"].fill_(change)
+            else:
+                optimizer.param_groups[1]["lr"] = change
+            if change != 0.1:
+                with pytest.raises(RuntimeError, match="`lr` of parameter group . of this `SGD` was set to .*0.2"):
+                    optimizer.step()
+                break
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.0  # after the step anything may change
+        assert optimizer.param_groups[1]["lr"] == pytest.approx(0.2)
+    net = Net()
+    optimizer = torch.optim.SGD([{"params": net.blocks.parameters()}, {"params": net.head.parameters()}], lr=0.1)
+    with OptimizerInBackward(optimizer).attach(calls_step=True):
+        for frozen in (False, True):
+            net.head.requires_grad_(not frozen)
+            net(torch.randn(4, 6)).sum().backward()
+            if frozen:
+                optimizer.param_groups[1]["lr"] = 0.3  # no parameter of that group has been stepped
+            optimizer.step()
+
+
+def test_an_entry_taken_out_of_a_group_stays_out() -> None:
+    """An entry of ``initial_lr`` that comes back is where the next scheduler would start from."""
+
+    class Plain(torch.optim.SGD):
+        """Not on the list of known classes, so that its groups are looked at."""
+
+    net = Net()
+    optimizer = Plain(net.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with OptimizerInBackward(optimizer):
+        for _ in range(2):
+            net(torch.randn(4, 6)).sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0].pop("initial_lr", None)
+    assert "initial_lr" not in optimizer.param_groups[0]
+
+
 def test_refusals() -> None:
     net = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="`Linear` and not a `torch.optim.Optimizer`"):
