@@ -23,8 +23,9 @@ demo: install
 	@echo "  during:  $(BIN)/python -m examples.full_finetune fit --config $(DEMO) --trainer.callbacks+=lightning_bwdopt.callbacks.MemoryTimeline"
 	@echo "  beside the ordinary run:  $(BIN)/lightning-bwdopt compare --config $(DEMO) --steps 8 --out outputs/report"
 
+# Two at a time, by file: the workers of a file's checks are started once, and many checks wait for other processes.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

@@ -37,9 +37,9 @@ def run_backward(cores: Sequence[OptimizerInBackward], loss: Tensor, run: Callab
     cores = [core for core in cores if core.reachable]
     action = next((core.treatment.on_nonfinite for core in cores if core.treatment.on_nonfinite != "ignore"), "ignore")
     if action != "ignore" and (bad := _nonfinite_ranks(loss, distributed=any(core.distributed for core in cores))):
-        moved = sum(core.stepped for core in cores)
-        if action == "error" or moved:
-            raise refusals.nonfinite_loss(loss.item(), bad, cores[0].steps, moved)
+        stepped = sum(core.stepped for core in cores)
+        if action == "error" or stepped:
+            raise refusals.nonfinite_loss(loss.item(), bad, cores[0].steps, stepped)
         for core in cores:
             core.leave_out_step()
     left_out = [core for core in cores if core.leaves_out_step]

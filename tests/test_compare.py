@@ -169,7 +169,7 @@ def test_broken_parity_is_found(
     assert len(figures["likely_causes"]) == 1  # the first losses are equal
     assert figures["largest_difference_at"]["losses"] == "loss, step 3, rank 0"
     assert "`" not in page
-    assert "0.0 M" not in page
+    assert "0.0 M parameters" not in page
     assert "x the time" in page
     assert "step 3, rank 0" in page  # that of the memory
     assert not list(out.glob(".runs-*"))
