@@ -48,7 +48,7 @@ from test_counting import SAVING
 from test_hooks import Spied
 from test_life_cycle import MODULES, Copying, Interrupted, Trouble
 from test_manual import HELD, ClosureGan, Gan, Manual, NoOptimizer, ReturnsLoss, StepsBoth, UntoggledGan
-from test_schedulers import FORMS, _monitors
+from test_schedulers import FORMS, _by_step, _monitors, _warm_up
 from test_schedulers import _module as _scheduled
 
 
@@ -67,7 +67,15 @@ class CallsItself(Lit):
         self.log("val_loss", self(batch[0]).mean(), sync_dist=True)
 
 
-IGNORE = ("`accumulate_grad_batches=", "Gradient clipping (in `configure_gradient_clipping`)")
+IGNORE = (
+    "`accumulate_grad_batches=",
+    "Gradient clipping (in `configure_gradient_clipping`)",
+    "The epoch parameter in `scheduler.step()`",
+)
+
+
+def _twice_as_fast(self: LightningModule, scheduler: Any, metric: Any) -> None:
+    scheduler.step(epoch=self.global_step * 2)
 
 
 def _accumulating_until_it_rises() -> list[Callback]:
@@ -94,6 +102,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "fast_dev_run": {"fast_dev_run": 3},
     "overfit_batches": {**EPOCHS, "overfit_batches": 2},
     "no optimizer": {"module": NoOptimizer, **EPOCHS},
+    "a scheduler step of its own": {
+        "module": _scheduled(_by_step(_warm_up), lr_scheduler_step=_twice_as_fast),
+        "callbacks": _monitors,
+        "max_steps": 4,
+    },
     "stopping early": {"callbacks": _accumulating_until_it_rises, **EPOCHS, "max_epochs": 9},
 }
 SCHEDULED = (
@@ -125,7 +138,7 @@ def _observables(folder: Path) -> list[str]:
 
 
 def test_runs_on_two_ranks_equal_the_ordinary_ones(tmp_path: Path) -> None:
-    assert len(run_distributed(_observables, tmp_path)[1]) == 23
+    assert len(run_distributed(_observables, tmp_path)[1]) == 24
 
 
 def _lr_find(folder: Path) -> float:
@@ -287,13 +300,21 @@ class Starts(Callback):
         self.weights.append(weights_of(module))
 
 
+class Evaluated(Lit):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self(batch[0]).mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
 def _life() -> list[str]:
-    """Validation before, a second fit, and what is refused."""
+    """Validation before, a second fit, test and prediction after."""
     done = []
     for loop in ("automatic", "manual"):
         results = []
         for which in ("ordinary", loop):
-            model = seeded(type("Lit", (OptimInBwdMixin, Lit), {}))
+            model = seeded(type("Evaluated", (OptimInBwdMixin, Evaluated), {}))
             starts = Starts()
             limits: dict[str, Any] = {"max_epochs": 1, "max_steps": -1}
             run = trainer(devices=2, strategy=strategy_of(which, 2), callbacks=[starts], **limits)
@@ -306,7 +327,9 @@ def _life() -> list[str]:
             for name, weight in second.items():
                 assert not torch.equal(first[name], weight)
                 assert not torch.equal(last[name], weight)
-            results.append((second, last, model.losses, run.global_step))
+            tested = run.test(model, loader(2, ranks=2), verbose=False)
+            predicted = run.predict(model, loader(2, ranks=2))
+            results.append((second, last, model.losses, tested, predicted, run.global_step))
         assert_equal(results[1], results[0])
         assert results[0][-1] == 8
         done.append(loop)
