@@ -150,6 +150,8 @@ def compare(kind: str, module: type[Plain], strategy: type[Any], **kwargs: Any) 
 
 CASES: dict[str, tuple[str, type[Plain], dict[str, Any]]] = {
     "norm, automatic": ("norm", Plain, {"max_steps": 20}),
+    "norm, manual": ("norm", ManualPath, {"max_steps": 20}),
+    "norm, automatic, bf16": ("norm", Plain, {"max_steps": 20, "precision": "bf16-mixed"}),
     "norm, manual, bf16": ("norm", ManualPath, {"max_steps": 20, "precision": "bf16-mixed"}),
     "norm, manual, accumulation": ("norm", ManualPath, {"max_steps": 6, "accumulate_grad_batches": 2}),
     "value, manual": ("value", ManualPath, {"max_steps": 6}),
@@ -165,11 +167,11 @@ def test_one_device(case: str) -> None:
 
 
 def on_two_ranks() -> None:
-    for case in list(CASES)[:4]:
-        kind, module, options = CASES[case]
+    for kind, module, options in CASES.values():
         compare(kind, module, FSDPOptimInBwdStrategy, **options)
 
 
+@pytest.mark.filterwarnings("ignore:`accumulate_grad_batches=2` with the optimizer in backward")
 def test_two_ranks() -> None:
     run_distributed(on_two_ranks)
 
